@@ -71,8 +71,9 @@ gpu-wheels:
 	  $(foreach name,$(GPU_PACKAGES),"$(shell grep -i '^$(name)==' constraints.txt)")
 	@du -sh .whl
 
+# Two tests at a time: they wait for other peers most of the time, and each has an internet of its own.
 reach: install-dev
-	$(BIN)/python -m pytest -m "network_namespaces and not chaos and not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "network_namespaces and not slow" -n 2 --dist worksteal $(ARGS)
 
 chaos: install-dev
 	$(BIN)/python -m pytest -m "chaos" $(ARGS)

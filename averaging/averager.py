@@ -278,13 +278,15 @@ class Averager:
             raise
 
     def cancel(self) -> None:
-        """Cancel the step in progress, if there is one: the caller was interrupted, and has lost it."""
+        """Cancel the step in progress, if there is one, when its caller was interrupted and no longer has the
+        PendingRound.
+        """
         if (pending := self._pending) is not None:
             pending.cancel()
 
     def new_feedback(self) -> Feedback:
-        """Return a new error feedback for one sequence of rounds over these tensors. For rounds that average
-        several things in turn; `feedback` is the one in use.
+        """Return a new error feedback for one sequence of rounds over these tensors, for callers that average
+        several things in turn. `feedback` is the one in use.
         """
         staging = self._staging
         return Feedback(
@@ -296,7 +298,7 @@ class Averager:
         )
 
     def _stage(self, options: RoundOptions, delta: bool, *, read_in_place: bool) -> Strategy:
-        """Take the values that go into the round, in the caller's thread."""
+        """Take the values for the round from the tensors, in the caller's thread."""
         contributes, all_reduce = options.weight > 0.0, self._service.all_reduce
         if self._low_rank is not None:
             self._low_rank.take(gives=contributes, keeps=delta and not self.auxiliary)

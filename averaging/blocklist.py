@@ -1,7 +1,8 @@
-"""Blocklist of a run on one node: peers that its owner has banned, or that were proved here to have lied.
+"""Blocklist of a run on one node: peers that its owner has banned, and peers that this node has proved to be
+liars.
 
 All services of the run on a node share one object: matchmaking, progress, donors and downloads. Peers that
-only fail to answer are no matter of blame; they are in `swarm.core.avoidance`.
+only fail to answer are in `swarm.core.avoidance`.
 """
 
 from __future__ import annotations

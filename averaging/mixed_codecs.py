@@ -36,7 +36,7 @@ _CODECS_MAX = 8
 
 @dataclass(slots=True)
 class _Part:
-    """The tensors that share a codec. `averages`: of the last round, until they are written."""
+    """The tensors that share a codec. `averages`: those of the last round, until they are written."""
 
     codec: Codec
     places: list[int]  # in the averager's list of tensors
@@ -50,8 +50,8 @@ class MixedCodecs:
     """The tensors of an averager by codec."""
 
     def __init__(self, names: Sequence[str], tensors: Sequence[torch.Tensor], choose: CodecChoice) -> None:
-        """`names`: of the tensors; empty: they have none. Raises UsageError for a codec that does not exist,
-        or too many different ones.
+        """`names`: the tensors' names; empty when they have none. Raises UsageError for a codec that does not
+        exist, or too many different ones.
         """
         places: dict[str, list[int]] = {}
         for place, tensor in enumerate(tensors):
@@ -118,7 +118,7 @@ class MixedCodecs:
         return any(part.averages is not None and part.averages.written for part in self._parts)
 
     def apply(self, *, delta: bool) -> None:
-        """Write the averages of the last round into the tensors; with `delta` add what they differ from the
+        """Write the averages of the last round into the tensors; with `delta` add the averages minus the
         values that were taken.
         """
         for part in self._parts:
@@ -200,7 +200,7 @@ def _merged(outcomes: Sequence[RoundOutcome], numels: Sequence[int]) -> RoundOut
 
 
 def _contributions(outcomes: Sequence[RoundOutcome], numels: Sequence[int]) -> dict[PeerId, float]:
-    """Return in what fraction of all elements each member's values are."""
+    """Return for each member the fraction of all elements that its values are in."""
     whole = sum(numels)
     found: dict[PeerId, float] = {}
     for outcome, numel in zip(outcomes, numels, strict=True):

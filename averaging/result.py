@@ -176,7 +176,7 @@ class PendingRound:
 
     @property
     def abandoned(self) -> bool:
-        """Return whether the caller gave up a round that was committed nevertheless, and took no result."""
+        """Return whether the caller cancelled a round that was committed nevertheless, and took no result."""
         return bool(self._discarded) and self._committed and self._result is None
 
     def wait_given_up(self, timeout_s: float) -> None:

@@ -47,7 +47,7 @@ class RunLedger:
     def follow(self, lineage: Lineage) -> None:
         """Count the certificates that are new in this peer's history, whose electors are members.
 
-        A certificate tells which of its contributors worked; of rounds that this peer was in it knows more
+        A certificate shows which of its contributors worked; about its own rounds this peer knows more
         (`contributed`).
         """
         if lineage.head == self._head:
@@ -106,6 +106,7 @@ class RunLedger:
             is_member=lambda peer: self._standing.is_member(peer, self._run),
             is_proven=self.has_standing,
             is_holding=self._ledger.is_holding,
+            is_doubted=self._ledger.is_doubted,
             is_passed_over=is_passed_over if electors and passes_over else _nobody,
         )
 

@@ -30,7 +30,7 @@ from swarm.core.ids import Contact, PeerId
 
 _RESERVE = 0.2  # smallest share of the time that the search leaves for the round
 _RESERVE_MAX = 0.5  # largest share, however long rounds took
-_PAUSE_FIRST_S = 0.05  # between a broken round and the next attempt, doubled each time
+_PAUSE_FIRST_S = 0.05  # pause after a broken round; doubled with each further one
 _PAUSE_S_MAX = 2.0
 _ROUNDS_RESERVED = 2.0  # the search leaves the duration of this many earlier rounds
 
@@ -115,7 +115,7 @@ class StepRunner:
         self._sent = self._received = self._attempts = 0
 
     async def run(self, member: Member, options: RoundOptions) -> StepOutcome:
-        """Search for groups and run rounds until one is committed or time is over."""
+        """Search for groups and run rounds until one is committed or the time is over."""
         end_s = self._clock.monotonic_s() + options.timeout_s
         reserve_s = min(
             max(_RESERVE * options.timeout_s, _ROUNDS_RESERVED * self._last_round_s),
@@ -266,9 +266,9 @@ class StepRunner:
 
 
 def _weight_of_average(group: Group, outcome: RoundOutcome) -> float:
-    """Return the weight of this member's average in the next round: an equal part of the weight that went in.
-
-    So no weight is lost or created, however unequal groups are, and the mean over all peers stays the same.
+    """Return the weight of this member's average in the next round: an equal part of the group's total
+    weight. No weight is lost or created, however unequal groups are, so the mean over all peers stays the
+    same.
     """
     holding = sum(not member.auxiliary and member.peer_id not in outcome.left_out for member in group.members)
     whole = sum(member.weight * outcome.contributions.get(member.peer_id, 0.0) for member in group.members)

@@ -9,6 +9,7 @@ cores: times leave out round trips, and rates are bounded by processor time.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,7 @@ Say = Callable[[str], None]
 
 _RELAY_MBIT = 100_000.0  # the processor is to be the limit
 _CALLS = 30  # on one connection
+_IDLE_S = 15.0
 _WAIT_S = 90.0
 _CROWD_S = 180.0
 CROWD_PEERS, CROWD_MBIT, CROWD_BYTES = 20, 50, 1_000_000
@@ -62,6 +64,12 @@ FIGURES = {
         quantity="memory, more than of a peer that is called directly",
         unit="bytes",
         most=60e6,
+    ),
+    "idle": Figure(
+        workload="a peer that nothing is asked of, with reservations at two relays",
+        quantity="processor time, more than of a peer that is called directly",
+        unit="%",
+        most=0.5,
     ),
     "first-relayed": Figure(workload=_CALL, quantity="first call, through a relay", most=0.15),
     "punched": Figure(
@@ -288,6 +296,8 @@ def _calls(say: Say, plan: Plan, samples: Samples) -> None:
             "memory",
             *(max(one.memory_bytes() - opened.memory_bytes(), 0.0) for one in relayed),
         )
+        if plan.lost:
+            samples.add("idle", *_idle_percent(relayed, opened))
         _first_calls(samples, relayed, punched)
         pairs = {"relayed": (relayed[0], _now(relayed[1]))}
         if punched:
@@ -321,6 +331,14 @@ def _start(
         samples.add("reservation", announced["seconds"] - verdict["seconds"])
         found.append(peer)
     return found
+
+
+def _idle_percent(relayed: Sequence[Peer], opened: Peer) -> list[float]:
+    """Return how much of a core each peer takes while nothing is asked of it, beyond what `opened` takes."""
+    before = [peer.processor_s() for peer in (opened, *relayed)]
+    time.sleep(_IDLE_S)
+    spent_s = [peer.processor_s() - old for peer, old in zip((opened, *relayed), before, strict=True)]
+    return [100.0 * max(one - spent_s[0], 0.0) / _IDLE_S for one in spent_s[1:]]
 
 
 def _ring(peers: Sequence[Peer]) -> list[tuple[Peer, Peer]]:

@@ -1,6 +1,6 @@
 """Print the address of an entry point from the JSON lines of `swarm bootstrap --json`; exit with 1 before it has one.
 
-    python entry_address.py FILE [HOST]        HOST replaces the address's own
+python entry_address.py FILE [HOST]        HOST replaces the address's own
 """
 
 from __future__ import annotations

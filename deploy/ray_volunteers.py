@@ -45,7 +45,9 @@ OPTIONS = ("--identity", "new", "--yes", "--json", "--exit-with-parent", "--no-l
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=2)
     parser.add_argument("--gpus", type=float, default=0.0, help="of each volunteer")
     parser.add_argument("arguments", nargs="+", help="of swarm join")

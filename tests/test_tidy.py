@@ -326,10 +326,7 @@ def test_no_run_of_ten_lines_stands_twice() -> None:
 # file -> private names of other modules that its tests still use, and why; remove an entry with its last use
 ALLOWED_PRIVATE: dict[str, set[str]] = {
     # a member of a round that lies or breaks off is made from the real one; a round has no seam for it yet
-    "tests/sim/test_hostile_reducers.py": {"_kernels", "_reduce_one", "_rounds", "_serve_account"},
-    "tests/sim/test_powersgd_rounds.py": {"_first"},
-    "tests/wire/test_averager_hostile.py": {"_reduce_one"},
-    "tests/wire/test_averager.py": {"_service"},
+    "tests/sim/test_hostile_reducers.py": {"_kernels", "_rounds", "_serve_account"},
     # torch clears it in `GradScaler.step` alone, which the plain half of the test does not call
     "tests/wire/test_torch_contract.py": {"_per_optimizer_states"},
     # writes the state as the end of an epoch does, without a round with the peer that downloads it

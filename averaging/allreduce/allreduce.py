@@ -141,7 +141,7 @@ class AllReduce:
         if endorser is None:
             self._endorsers.pop(run, None)
         elif run in self._endorsers:
-            raise UsageError(f"votes of the run {run!r} are given by somebody else on this node")
+            raise UsageError(f"votes of the run {run!r} come from another optimizer on this node")
         else:
             self._endorsers[run] = endorser
 

@@ -66,8 +66,8 @@ OFFER = Method(
     reply_bytes_max=256,
 )
 
-VERSIONS_MAX = 16384  # in one reply of INVENTORY, at most 112 bytes each
-REASON_CHARACTERS_MAX = 500  # of what a peer says about itself
+VERSIONS_MAX = 16384  # versions in one reply of INVENTORY, at most 112 bytes each
+REASON_CHARACTERS_MAX = 500  # length of a reason that a peer gives
 
 
 class Dialer(Caller, Protocol):

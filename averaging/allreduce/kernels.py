@@ -183,7 +183,7 @@ class ReductionKernels:
                     contributions = sorted(
                         [*contributions, ours], key=lambda contribution: contribution.place
                     )
-                done.append(self._reduce_one(job.chunk, contributions, scratch))
+                done.append(self.reduce_one(job.chunk, contributions, scratch))
         self.seconds["reduce"] += time.perf_counter() - started_s
         return done
 
@@ -409,9 +409,10 @@ class ReductionKernels:
             encode_places(prepared.clipped, self.plan.members) if prepared.clipped else b"",
         )
 
-    def _reduce_one(
+    def reduce_one(
         self, chunk: Chunk, contributions: Sequence[Contribution], scratch: _Scratch
     ) -> Averaged | Spoiled:
+        """Average one chunk, and pack the average as the message that all members receive."""
         computed = self._compute(chunk, contributions, scratch, self.feedback)
         if isinstance(computed, Spoiled):
             return computed

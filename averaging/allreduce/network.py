@@ -19,7 +19,7 @@ SHARED_STREAM_BYTES_MAX = 64 << 10
 
 
 class RoundNetwork:
-    """The network of one node. `speed` learns what its link can do."""
+    """The network of one node. `speed` measures its link."""
 
     def __init__(self, dialer: Dialer, clock: Clock) -> None:
         self.speed = Speed()

@@ -30,9 +30,8 @@ class OutOfMemory(Exception):
 
 
 class ComputeOffload:
-    """One round's work. `finish` returns when nothing of it runs any more.
-
-    What the work raises for lack of memory arrives as OutOfMemory; nothing more is begun then.
+    """The tensor work of one round. `finish` returns when all of it has ended. Errors for lack of memory are
+    raised as OutOfMemory; no further work is started then.
     """
 
     def __init__(self, pool: Executor, queues: Queues = NO_QUEUES, *, heavy: bool = False) -> None:
@@ -48,9 +47,7 @@ class ComputeOffload:
         self._prepared.set()
 
     async def prepare(self, function: Callable[[A], T], argument: A) -> T:
-        """Do a piece of work before any other: where it may wait for a device, `work` waits until it has
-        ended.
-        """
+        """Run the first piece of work. If it may wait for a device, `work` waits until it has ended."""
         if not self._queues:
             return self._done(function, argument)
         self._prepared.clear()
@@ -60,7 +57,7 @@ class ComputeOffload:
             self._prepared.set()
 
     def start(self, function: Callable[[A], T], argument: A) -> asyncio.Future[T]:
-        """Begin a piece of work in the pool. It ends even if nobody waits for it any more: `finish` does."""
+        """Start a piece of work in the pool. `finish` waits for it, even if nobody else does."""
         future = asyncio.get_running_loop().run_in_executor(
             self._pool, functools.partial(self._done, function), argument
         )
@@ -69,7 +66,7 @@ class ComputeOffload:
         return future
 
     async def work(self, function: Callable[[A], T], argument: A) -> T:
-        """Do a piece of work."""
+        """Run a piece of work, and return its result."""
         await self._prepared.wait()
         if self.out_of_memory:
             raise OutOfMemory(self.out_of_memory)
@@ -81,7 +78,7 @@ class ComputeOffload:
         return result
 
     async def finish(self) -> None:
-        """Wait for what was begun: it reads and writes tensors that the caller is about to get back."""
+        """Wait for all started work: it reads and writes tensors that the caller is about to get back."""
         if self._jobs:
             await asyncio.wait(self._jobs)
 
@@ -103,7 +100,7 @@ class ComputeOffload:
 
 
 async def drain(queue: asyncio.Queue[T], count_max: int) -> list[T]:
-    """At least one item, and what else is there, up to `count_max`."""
+    """Wait for at least one item. Return it with the others that are in the queue, up to `count_max`."""
     items = [await queue.get()]
     while len(items) < count_max and not queue.empty():
         items.append(queue.get_nowait())

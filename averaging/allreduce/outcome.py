@@ -1,4 +1,4 @@
-"""How a round ended for one member."""
+"""The outcome of a round for one member."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from swarm.core.ids import PeerId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundOutcome:
-    """How a round ended for this member."""
+    """The outcome of a round for this member."""
 
     failed: bool
     reason: str | None  # of a failure; names the peer, and what it was doing. "deadline: …" when time ran out
@@ -84,7 +84,7 @@ class RoundOutcome:
 def outcome_of(
     machine: RoundMachine, averages: Averages, accused: Mapping[int, str], seconds: Mapping[str, float]
 ) -> RoundOutcome:
-    """Return how a round ended, from its machine. `accused`: by place; `seconds`: per phase."""
+    """Return the outcome of a round from its machine. `accused`: by place; `seconds`: per phase."""
     finish, setup, assembly = machine.finished, machine.setup, machine.assembly
     assert finish is not None
     whole = finish.failure is None and not setup.own_auxiliary
@@ -112,10 +112,9 @@ def outcome_of(
 
 
 def faults(machine: RoundMachine) -> dict[int, str]:
-    """Return the members that stalled, stopped, or gave up what the others committed; by place.
-
-    Only what this member has seen itself, and nothing where it was this member that failed: no other one is
-    to pass for the cause. A member that gave up is no cause of a round that was not committed here and had
+    """Return the members that stalled, stopped, or left a round that the others committed; by place. Only
+    faults that this member has seen itself count, and none when this member itself failed: no other member
+    must pass for the cause. A member that gave up is no cause of a round that was not committed here and had
     another one: its time was over a moment before this member's. A member that voted for another result may
     be the victim of a reducer that gave it other averages; and so may one whose values are in none, unless
     most of those whose votes count reduce.
@@ -142,7 +141,9 @@ def faults(machine: RoundMachine) -> dict[int, str]:
 
 
 def left_out(machine: RoundMachine) -> dict[int, str]:
-    """Return the members that were left out somewhere, were lost or failed, with the reasons; by place."""
+    """Return the members that were left out of some average, were lost or failed, with the reasons; by
+    place.
+    """
     setup, assembly = machine.setup, machine.assembly
     fractions = assembly.fractions()
     # nobody's word counts against a member whose values are in all averages

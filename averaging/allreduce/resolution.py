@@ -1,4 +1,5 @@
-"""The end of a round that failed here after this member had voted: its vote binds it until it knows.
+"""The resolution of a round that failed here after this member had voted: its vote binds it until it knows
+how the round ended.
 
 Others may have committed such a round, so this peer votes on no other attempt at the head. Most often nobody
 has: the members that did not vote for the same result have signed votes for none since, and say so when they
@@ -22,7 +23,7 @@ from swarm.core.backoff import Backoff
 from swarm.core.errors import NetworkError, PeerError
 from swarm.wire.reduce_pb2 import VoteRequest
 
-_PAUSE_S_FIRST = 0.5  # between two times of asking
+_PAUSE_S_FIRST = 0.5  # first pause before members are asked again
 _PAUSE_S_MAX = 4.0
 _CALL_S = 2.0
 _RELAYS_MAX = 4  # members that are asked for the votes of those that cannot be called
@@ -30,8 +31,8 @@ _RELAYS_MAX = 4  # members that are asked for the votes of those that cannot be 
 
 async def resolve(machine: RoundMachine, network: RoundNetwork, history: RoundLineage) -> None:
     """Ask the members of a failed round how they voted, until nobody can commit it any more, which frees this
-    peer's vote, or until its head moves; at most for the longest grace, after which it goes on without.
-    Where the round's certificate is known there is nothing to ask: the vote binds until the head moves.
+    peer's vote, or until its head moves; at most for the longest grace, after which it stops waiting. Where
+    the round's certificate is known there is nothing to ask: the vote binds until the head moves.
     """
     pauses = Backoff(_PAUSE_S_FIRST, _PAUSE_S_MAX)
     end_s = network.now_s + GRACE_S_MAX

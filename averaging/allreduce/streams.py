@@ -107,8 +107,8 @@ class SenderStream:
             self._limit.reschedule(asyncio.get_running_loop().time() + left_s)
 
     async def serve(self, opened: Stream, first: memoryview) -> None:
-        """Serve it to its end. `first`: the message that came with its opening. PeerError refuses it, or says
-        why the round failed.
+        """Serve the stream to its end. `first`: the message that came with its opening. A PeerError refuses
+        it, or says why the round failed.
         """
         driver, place = self._driver, self._sender
         driver.feed(on.SenderOpened(place))
@@ -193,9 +193,9 @@ class SenderStream:
 
 
 async def _side_by_side(work: Coroutine[Any, Any, None], beside: Coroutine[Any, Any, None]) -> None:
-    """Run both, `beside` in a task of its own; the first error ends the other and is raised as it is. A
-    cancellation goes before errors of peers at the same moment, which a task group would raise in its place:
-    nobody waits for them any more.
+    """Run both, `beside` in a task of its own. The first error ends the other and is raised unchanged. A
+    cancellation takes precedence over errors of peers at the same moment, which a task group would raise
+    instead.
     """
     try:
         async with asyncio.TaskGroup() as tasks:

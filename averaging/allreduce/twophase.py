@@ -1,4 +1,4 @@
-"""A round of PowerSGD: two all-reduces of one group, and what is computed between them.
+"""A round of PowerSGD: two all-reduces of one group, with a computation between them.
 `averaging.reduction.powersgd` has the arithmetic.
 
 The group is the first one's; the second has a name derived from it, so that neither's messages can be taken
@@ -69,7 +69,7 @@ class TwoPhase:
         first: RoundOutcome | None = None
         mean: torch.Tensor | None = None
         if self._low_rank.layout.matrices:
-            phase = _first(group)
+            phase = first_group(group)
             alike = bool(phase.members[group.index(self._own)].weight)
             vector = await offload.work(self._low_rank.first, alike)
             first = await self._all_reduce.run(
@@ -107,12 +107,10 @@ class TwoPhase:
         self._low_rank.commit(second.outcome.vector, sent=second.sent)
 
 
-def _first(group: Group) -> Group:
-    """Return the group of the first all-reduce: a member that does not start from where most contributors do
-    would only blur their directions, and listens.
-
-    The metadata of each contributor say where it starts. Every member sees the same metadata, and comes to
-    the same conclusion.
+def first_group(group: Group) -> Group:
+    """Return the group of the first all-reduce: a member whose start differs from that of most contributors
+    would only blur their directions, and therefore only listens. The metadata of each contributor name its
+    start. Every member sees the same metadata, and comes to the same conclusion.
     """
     starts = [gathered[:START_DIGEST_BYTES] for gathered in group.gathered]
     votes = Counter(start for start, member in zip(starts, group.members, strict=True) if member.weight > 0)
@@ -129,7 +127,7 @@ def _second(group: Group) -> Group:
 
 
 def _merged(first: RoundOutcome, second: RoundOutcome) -> RoundOutcome:
-    """Return the second outcome, with what the first cost and who fell out of it."""
+    """Return the second outcome, with the costs of the first and the members that it lost."""
     seconds = {phase: first.seconds.get(phase, 0.0) + spent for phase, spent in second.seconds.items()}
     digest = (
         blake3(bytes.fromhex(first.digest) + bytes.fromhex(second.digest)).hexdigest()

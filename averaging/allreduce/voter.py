@@ -1,4 +1,4 @@
-"""The signature under a member's vote, and the question to its run's history that comes before."""
+"""The signature of a member's vote, and the check by its run's history that comes first."""
 
 from __future__ import annotations
 

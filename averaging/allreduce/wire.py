@@ -1,5 +1,5 @@
-"""The messages of a round as values, and back. Whatever a peer sends is checked here: PeerError names what is
-wrong.
+"""Conversion between a round's values and its messages. Everything that a peer sends is checked here:
+PeerError names what is wrong.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def vote_from_wire(message: pb.Vote) -> Vote:
 
 
 def statement_to_wire(statement: Statement) -> pb.Statement:
-    """Return what a member knows as a message."""
+    """Return a member's statement as a message."""
     return pb.Statement(
         votes=[vote_to_wire(vote) for vote in statement.votes],
         intents=[pb.Intent(place=place, result=result) for place, result in statement.intents.items()],
@@ -100,7 +100,7 @@ def statement_to_wire(statement: Statement) -> pb.Statement:
 
 
 def statement_from_wire(message: pb.Statement, members: int) -> Statement:
-    """Return what a member of a group of `members` knows."""
+    """Return the statement in the message of a member of a group of `members`."""
     for intent in message.intents:
         if intent.place >= members:
             raise PeerError(f"an intent for place {intent.place} in a group of {members}")
@@ -119,7 +119,7 @@ def statement_from_wire(message: pb.Statement, members: int) -> Statement:
 
 
 def endorsement_to_wire(proposal: Proposal, result: bytes, votes: Iterable[Vote]) -> pb.EndorseRequest:
-    """Return the question for an elector's vote."""
+    """Return the request for an elector's vote as a message."""
     at_once, seats, known, misses = encode_register(proposal.register)
     return pb.EndorseRequest(
         run=proposal.run,
@@ -143,9 +143,9 @@ def endorsement_to_wire(proposal: Proposal, result: bytes, votes: Iterable[Vote]
 
 
 def endorsement_from_wire(message: pb.EndorseRequest) -> tuple[Proposal, bytes, tuple[Vote, ...]]:
-    """Return the proposal, the result and the votes for it of a question for an elector's vote."""
+    """Return the proposal, the result and the votes in a request for an elector's vote."""
     if message.kind not in _KINDS:
-        raise PeerError(f"a round of kind {message.kind}, which there is not")
+        raise PeerError(f"there is no round of kind {message.kind}")
     proposal = Proposal(
         run=message.run,
         head=message.head,
@@ -172,15 +172,15 @@ def state_to_wire(state: RoundState, reason: str) -> pb.HeartbeatReply:
 
 
 def state_from_wire(message: pb.HeartbeatReply) -> tuple[RoundState, str]:
-    """Return the state in an answer to a heartbeat, and the reason of a failure."""
+    """Return the state in an answer to a heartbeat, and the reason for a failure."""
     for state, number in _STATES.items():
         if message.state == number:
             return state, message.reason[:REASON_CHARACTERS_MAX]
-    raise PeerError(f"a round is in no state {message.state}")
+    raise PeerError(f"there is no state {message.state} of a round")
 
 
 def question_to_wire(group_id: bytes, question: InventoryQuestion) -> pb.InventoryRequest:
-    """Return a question for what is held as a message."""
+    """Return an inventory question as a message."""
     return pb.InventoryRequest(
         group_id=group_id,
         reducer=question.reducer or 0,
@@ -202,7 +202,7 @@ def question_from_wire(message: pb.InventoryRequest, members: int) -> InventoryQ
 def inventory_to_wire(
     message: pb.InventoryRequest, plan: Plan, held: Mapping[int, Version]
 ) -> pb.InventoryReply:
-    """Return the answer to a question for what is held, as far as one message has room."""
+    """Return the answer to an inventory question, as far as one message has room."""
     chunks = plan.chunks if message.everything else plan.shard(message.reducer)
     found = [chunk.index for chunk in chunks if chunk.index >= message.first_chunk and chunk.index in held]
     reply = pb.InventoryReply(more=len(found) > VERSIONS_MAX)

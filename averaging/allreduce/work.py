@@ -1,5 +1,5 @@
-"""The tensor work of one round, chunk by chunk: averages that came are checked, and chunks that are ready are
-averaged. Values and averages on their way through this member are kept here.
+"""The tensor work of one round, chunk by chunk: averages that arrived are checked, and chunks that are ready
+are averaged. Values and averages on their way through this member are kept here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ChunkWork:
         self._has_checks, self._has_reductions = ChangeEvent(), ChangeEvent()
 
     def perform(self, effect: do.CheckAverage | do.Reduce) -> None:
-        """Take a piece of work."""
+        """Queue a piece of work."""
         if isinstance(effect, do.Reduce):
             self._to_reduce.append(effect)
             self._has_reductions.notify()
@@ -43,7 +43,7 @@ class ChunkWork:
             self._has_checks.notify()
 
     def halt(self) -> None:
-        """Drop the work that is not begun."""
+        """Drop the work that was not started."""
         self._to_reduce.clear()
         self._to_check.clear()
 
@@ -59,8 +59,8 @@ class ChunkWork:
         self._values[chunk, place] = payload
 
     def on_average(self, event: on.AverageArrived, payload: memoryview) -> None:
-        """Keep an average that came, and tell the machine. Raises PeerError when it cannot be what it
-        says.
+        """Keep an average that arrived, and tell the machine. Raises PeerError when it contradicts its
+        header.
         """
         known = self._unchecked.get(event.chunk)
         self._unchecked[event.chunk] = payload
@@ -74,7 +74,7 @@ class ChunkWork:
             raise
 
     async def check(self) -> None:
-        """Check averages as they come and keep them, as many at once as there are."""
+        """Check and keep averages as they arrive, all that wait in one batch."""
         driver, kernels = self._driver, self._driver.kernels
         while True:
             while not self._to_check:
@@ -95,7 +95,7 @@ class ChunkWork:
                 driver.feed(on.AverageChecked(one.chunk.index, digest, flaw))
 
     async def reduce(self) -> None:
-        """Average chunks as they become ready, as many at once as there are."""
+        """Average chunks as they become ready, all that wait in one batch."""
         driver, kernels = self._driver, self._driver.kernels
         while True:
             while not self._to_reduce:

@@ -39,8 +39,8 @@ def what_to_follow(
     relation: Relation, lineage: Lineage, chain: Chain, contact: Contact, *, breaks: bool
 ) -> Ahead | None:
     """Return what a peer that has a history should follow, when another one has this chain, whose relation to
-    it is known; None: it stays. `breaks`: the peer waited for its electors in vain. What the relation alone
-    cannot decide is a matter of voices (`averaging.history.offers`).
+    it is known; None: it stays. `breaks`: the peer waited for its electors in vain. Where the relation alone
+    cannot decide, voices do (`averaging.history.offers`).
     """
     theirs = chain.certificates
     if relation is Relation.AHEAD:
@@ -53,8 +53,8 @@ def what_to_follow(
 
 
 def still_ahead(ahead: Ahead | None, lineage: Lineage) -> Ahead | None:
-    """Return what a peer whose own history has moved should still follow of what it was to follow before. A
-    history that it was to follow while it waited may lose against what it has committed since.
+    """Return the part of `ahead` that a peer should still follow after its own history has moved. A history
+    that it was to follow while it waited may lose against its own commits since then.
     """
     if ahead is None or lineage.knows(ahead.chain.last_head):
         return None

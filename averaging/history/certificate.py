@@ -34,7 +34,7 @@ SIGNATURE_BYTES: Final = 64
 CONTRIBUTORS_MAX: Final = 256
 RESULT_BYTES_MAX: Final = DIGEST_BYTES + CONTRIBUTORS_MAX // 8
 EPOCH_MAX: Final = 1 << 40
-GRID_ROUNDS_MAX: Final = 16  # in one epoch: 2^16 peers in groups of two
+GRID_ROUNDS_MAX: Final = 16  # rounds in one epoch: 2^16 peers in groups of two
 NO_HEAD: Final = bytes(DIGEST_BYTES)  # what a round without a history extends
 
 _SIGNATURES_MAX: Final = 4096  # remembered: a vote of every elector on 64 certificates

@@ -15,7 +15,7 @@ from swarm.core.errors import PeerError
 from swarm.core.ids import PeerId
 from swarm.core.standing import Founding
 
-ELECTORS_MAX: Final = 64  # of a run; a certificate carries a signature of more than half of them
+ELECTORS_MAX: Final = 64  # electors of a run; a certificate carries a signature of more than half of them
 CANDIDATES_MAX: Final = 64  # remembered; the newcomers of a whole group
 ROUNDS_NEEDED: Final = 3  # certified rounds as a contributor, before a newcomer becomes an elector
 ROUNDS_MAX: Final = 127  # counted
@@ -28,7 +28,7 @@ ALWAYS: Final = (1 << 32) - 1  # invited runs: every contributor becomes an elec
 # electors that miss a round now and then make room for a majority of others; too large: of electors that die
 # one soon after the other too many still count, and those that are left pause for a grace
 MISSES_MAX: Final = 3
-HOUR_S: Final = 3600.0  # in which at most a quarter more electors are admitted, at least one
+HOUR_S: Final = 3600.0  # period in which at most a quarter more electors are admitted, at least one
 # by which the hours of two peers may differ. Too small: a peer that heard of the last certificate late does
 # not vote; too large: hours become shorter
 _HOUR_SLACK_S: Final = 300.0
@@ -49,8 +49,8 @@ def is_quorum(electors: Sequence[PeerId], present: Collection[PeerId], gone: Col
 
 
 def seats_of(present: Collection[PeerId], electors: Sequence[PeerId]) -> tuple[int, list[bool]]:
-    """Return how many of the electors are `present`, then which of them in order of seniority. Of two sides
-    the one with the larger value continues.
+    """Return a value to compare two sides of a cut: the number of present electors, then their seniority. The
+    side with the larger value continues.
     """
     seats = [elector in present for elector in electors]
     return sum(seats), seats
@@ -58,7 +58,7 @@ def seats_of(present: Collection[PeerId], electors: Sequence[PeerId]) -> tuple[i
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A peer that is no elector, and what certificates say about it."""
+    """A peer that is no elector, with its record in the certificates."""
 
     peer: PeerId
     rounds: int  # certified ones that it contributed to

@@ -10,7 +10,8 @@ from typing import Final
 GRACE_S_MIN: Final = 15.0  # longer than most cuts, and than a peer needs to notice that others are gone
 GRACE_S_MAX: Final = 60.0
 _REFUSED_S: Final = 1.0  # where all missing electors' hosts refuse connections: their processes ended
-_AWAKE_S_MAX: Final = 2.0  # of the grace that passes between two calls: a suspended machine does not wait
+# Part of the grace that may pass between two calls: a suspended machine does not wait.
+_AWAKE_S_MAX: Final = 2.0
 
 
 class Grace:

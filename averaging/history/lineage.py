@@ -1,9 +1,9 @@
-"""The lineage of one peer: the history that its state comes from, what it promised by its votes, and how it
-relates to the histories of others. Pure.
+"""The lineage of one peer: the history that its state comes from, the promises of its votes, and its relation
+to the histories of others. Pure.
 
 A peer without a quorum waits for the grace before it goes on by itself with a break, so that a short cut
 costs a pause and not a fork. Histories that have parted are united by a rule that is fixed at the moment when
-they part: peers that are made later change nothing about it.
+they part, so that identities created later have no influence.
 """
 
 from __future__ import annotations

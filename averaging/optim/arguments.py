@@ -46,7 +46,7 @@ def check_samples(value: int | None) -> int:
 
 
 def check_peers(count: int) -> None:
-    """Raise UsageError for what is no number of peers."""
+    """Raise UsageError unless `count` is a positive number of peers."""
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise UsageError(f"a number of peers is at least 1, not {count!r:.60}")
 

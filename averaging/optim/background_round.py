@@ -1,4 +1,4 @@
-"""Rounds of an optimizer that run while training continues: the trainer's thread looks after them."""
+"""Rounds of an optimizer that run while training continues; the trainer's thread polls them."""
 
 from __future__ import annotations
 

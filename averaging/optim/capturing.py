@@ -37,9 +37,9 @@ _POLL_INTERVAL_S = 0.05  # how often a newcomer checks, between rounds, whether 
 class RoundCapture:
     """Takes part in the rounds of others on behalf of a peer without a state. Runs on the trainer's thread.
 
-    While others believe that this peer is in their epoch they wait for it, as long as its account allows, and
-    that is short. So this peer follows the swarm's history as soon as it went on, searches for no round that
-    is over, and begins to search before the epoch is full.
+    While others believe that this peer is in their epoch they wait for it, as long as its account allows,
+    which is short. This peer therefore follows the swarm's history as soon as it advances, searches for no
+    round that is over, and begins to search before the epoch is full.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class RoundCapture:
         return captured, epoch
 
     def follow_history(self) -> None:
-        """Follow the swarm's history where it went on, so that this peer finds the rounds of its head: those
-        of an older head end for nobody.
+        """Follow the swarm's history when it has advanced, so that this peer finds the rounds of its head:
+        rounds of an older head never commit.
         """
         if self._history is not None and (ahead := self._history.ahead) is not None:
             self._history.follow(ahead)
@@ -99,7 +99,7 @@ class RoundCapture:
         return self._history is not None and self._history.ahead is not None
 
     def _is_near_end(self, epoch: int, future: concurrent.futures.Future[DownloadedState]) -> bool:
-        """Return whether to search for the round of this epoch; wait a moment where it is not full."""
+        """Return whether to search for the round of this epoch; wait a moment if the epoch is not full."""
         history = self._history
         # where no elector must agree, or in a cell of the grid, newcomers would form a group of their own
         may_be_early = history is not None and history.has_begun and history.grid_rounds == 1

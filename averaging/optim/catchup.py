@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 # longest wait in the first step for the first read of the others' progress
 FIRST_REFRESH_TIMEOUT_S = 5.0
 
-_REFRESH_AGE_S_MAX = 5.0  # of the read of others' progress that a first attempt is based on
+_REFRESH_AGE_S_MAX = 5.0  # age of the last read of others' progress on which a first attempt is based
 _READ_TIMEOUT_S = 5.0
 _HISTORY_TIMEOUT_S = 5.0  # for the history of a state that was downloaded
 _UNREADABLE_S = 15.0  # a peer with a state believes to be alone when it could read no record for this long
@@ -55,10 +55,10 @@ _UNPROVEN_S = 60.0
 # While most electors do not say which state they hold, none is loaded for this long: the least time for which
 # a peer without a quorum waits. Then others may have gone on without them
 _ELECTORS_WAIT_S = 15.0
-_RETRY_S_FIRST = 0.25  # between two attempts at a download: many newcomers may wait for a few donors
+_RETRY_S_FIRST = 0.25  # pause before another attempt at a download: many newcomers may wait for a few donors
 _RETRY_S_MAX = 4.0
 _DISTRUSTED_MAX = 1024  # remembered; beyond this the oldest is forgotten
-_FAILURES_SHOWN_MAX = 3  # in one message
+_FAILURES_SHOWN_MAX = 3  # failures listed in one message
 _REGISTER_S = 1.0  # for the reports to the others; a peer that does not answer in time reads the DHT instead
 _HIDDEN_S = 10.0  # a peer that has just started announces no address until another one has called it back
 _UNREAD = "no other peer has answered yet, so that this peer does not know whether the run has begun"
@@ -122,8 +122,8 @@ class CatchUp:
         on_progress: OnProgress | None = None,
     ) -> LoadResult:
         """Fetch the state until it is loaded, no other peer takes part in the run, or `timeout_s` is over.
-        With `among`, these donors are asked and no others, as long as one of them declares the state.
-        `codec`: how they are asked to encode it (`averaging.optim.state.encoding`).
+        With `among`, only these donors are asked, as long as one of them declares the state. `codec`: how
+        they are asked to encode it (`averaging.optim.state.encoding`).
 
         The learner is suspended, and the caller resumes it. `bytes_received` and `failures` of the result
         cover all downloads of this call.
@@ -158,7 +158,7 @@ class CatchUp:
 
     def _reason_to_begin(self, attempt: _Attempt) -> str:
         """Return why this peer need not wait for a state of others; "" when it must, with the reason in
-        `attempt`. A peer that wrongly believes to be alone begins another history of the run.
+        `attempt`. A peer that wrongly believes that it is alone begins another history of the run.
         """
         waited_s = attempt.seconds
         has_waited = waited_s >= self._node.timings.no_donor_wait_s
@@ -175,7 +175,7 @@ class CatchUp:
         return ""
 
     def _survey(self) -> bool:
-        """Read what others know of this run. Return False when nobody could be asked."""
+        """Read the reports and histories of others. Return False when nobody could be asked."""
         try:
             return self._node.network.run(self._tracker.survey(), _SURVEY_S_MAX)
         except NetworkError:
@@ -190,8 +190,8 @@ class CatchUp:
         return "others have a state of this run, and this peer has none" if self._has_begun() else ""
 
     def _has_begun(self) -> bool:
-        """Return whether the run has begun: a certificate or an introducer says so, or for a limited time
-        anybody does.
+        """Return whether the run has begun: by a certificate, by an introducer, or for a limited time by
+        anybody's report.
         """
         if not self._tracker.has_begun():
             return False
@@ -271,7 +271,7 @@ class CatchUp:
 
     def _electors(self, among: frozenset[PeerId]) -> list[Contact]:
         """Return the electors of the swarm's head that can be called, the most senior first. `among`: only
-        these, where a round has found which of them hold the state.
+        these, after a round has found which of them hold the state.
         """
         ignored = {self._node.peer_id, *self.distrusted, *self.blocklist.banned}
         found = self._history.electors() if self._history is not None else ()
@@ -355,7 +355,7 @@ class CatchUp:
             del self.distrusted[next(iter(self.distrusted))]
 
     def _unregister(self) -> None:
-        """Report that this peer is not in the epoch that it had reported, and waits for a state."""
+        """Report that this peer is no longer in the epoch that it had reported, and waits for a state."""
         if self._history is not None:
             self._history.unfollow()
         self._tracker.begin_epoch(self._state.epoch, joining=True)

@@ -30,8 +30,8 @@ ALONE_CHECK_AGE_S_MAX = 4.0
 
 _PROBE_TIMEOUT_S = 10.0
 _REFRESH_TIMEOUT_S = 2.0
-_QUORUM_POLL_S = 0.5  # between two looks for a quorum
-_QUORUM_PAUSE_S = 0.1  # at least, between two looks
+_QUORUM_POLL_S = 0.5  # interval of checks for a quorum
+_QUORUM_PAUSE_S = 0.1  # shortest interval of checks for a quorum
 # in modes where peers differ anyway: a peer at most this far behind keeps its own state
 _TOLERATED_LAG_EPOCHS_MAX = 3
 # it may not vote since it restored its state, its values were not finite, or (with local steps) it had missed
@@ -41,7 +41,7 @@ _NO_WEIGHT = "this peer had no weight in the round"
 
 @dataclass(frozen=True, slots=True)
 class CloseOutcome:
-    """How an attempt at closing the epoch ended."""
+    """The outcome of an attempt to close the epoch."""
 
     stepped: bool
     reason: str = ""
@@ -95,10 +95,10 @@ class EpochCloser:
         )
 
     def is_obsolete(self) -> bool:
-        """Return whether the round that runs now leads nowhere: the swarm went on without this peer, or while
-        it searched for a group the quorum was lost for as long as the grace. Those that are left meet for a
-        round with a break then, as soon as each has noticed it. A search is over, too, when nobody is left in
-        this epoch: the others have died, or have gone on with another history.
+        """Return whether the running round can no longer succeed: the swarm went on without this peer, or,
+        while it searched for a group, the quorum was lost for the length of the grace. The remaining peers
+        then meet for a round with a break, once each has noticed it. A search is over, too, when nobody is
+        left in this epoch: the others have died, or follow another history.
         """
         if self.is_behind():
             return True
@@ -114,7 +114,7 @@ class EpochCloser:
 
     def _look_for_quorum(self) -> None:
         """Look for a quorum from time to time while a round runs; the grace runs while there is none. In a
-        swarm larger than a group the electors decide after the others' rounds.
+        swarm larger than a group the electors decide after the rounds of the cells.
         """
         history, now_s = self._history, self._clock.monotonic_s()
         if history is None or history.grid_rounds > 1:
@@ -125,7 +125,7 @@ class EpochCloser:
             self._lacks_quorum = not found or history.is_break
 
     def waits_for_newcomers(self) -> bool:
-        """Return whether this peer, which nobody else is in its epoch with, should train on in it although it
+        """Return whether this peer, which is alone in its epoch, should continue training in it although it
         is full: newcomers are about to have its state, and would come too late for a shorter epoch.
         """
         history = self._history
@@ -266,9 +266,9 @@ class EpochCloser:
 
     @contextlib.contextmanager
     def _undone_if_not_applied(self) -> Iterator[None]:
-        """Return to the head before when the state was not advanced, because of Ctrl-C or of an exception of
-        the inner optimizer. What this peer would certify after a head whose state it has not got could be
-        compared by nobody. As after a restart it takes no part in decisions on that head for now.
+        """Return to the previous head when the state was not advanced, because of Ctrl-C or of an exception
+        of the inner optimizer. Nobody could compare what this peer would certify after a head whose state it
+        does not have. As after a restart it takes no part in decisions on that head for now.
         """
         root, epoch = self._history.root if self._history is not None else None, self._state.epoch
         try:
@@ -292,7 +292,7 @@ class EpochCloser:
         return None
 
     def _missed(self, failed: int, result: RoundResult | None = None) -> CloseOutcome:
-        """Return the outcome of an attempt that ends because the others closed this epoch."""
+        """Return the outcome of an attempt that ends because the others have closed this epoch."""
         reason = f"the swarm completed epoch {self._state.epoch} without this peer"
         return CloseOutcome(stepped=False, behind=True, reason=reason, round=result, rounds_failed=failed)
 
@@ -310,16 +310,16 @@ class EpochCloser:
         self._donor.changed()
 
     def has_peers(self) -> bool:
-        """Return whether another peer trains in this epoch. Peers that lag behind do not count, they will
-        fetch the state. The answer "no" needs a recent read of the DHT.
+        """Return whether another peer trains in this epoch. Peers that lag behind do not count, because they
+        will fetch the state. False follows only from a recent read of the DHT.
         """
         if not self._has_peers_in_epoch() and self._tracker.refresh_age_s() > ALONE_CHECK_AGE_S_MAX:
             self._tracker.wait_refresh(_REFRESH_TIMEOUT_S)
         return self._has_peers_in_epoch()
 
     def is_left_alone(self) -> bool:
-        """Return whether nobody else has this peer's history any more, so that a round that has failed need
-        not wait for others to be tried again.
+        """Return whether nobody else has this peer's history any more, so that a failed round can be retried
+        without waiting for others.
         """
         return self._history is not None and not self._has_peers_in_epoch()
 
@@ -342,7 +342,7 @@ class EpochCloser:
             _log.info("not all peers could be asked: %s", error)
 
     def average_state_if_due(self, *, alone: bool) -> StateRound | None:
-        """Average the state when this epoch is one for that. Return None when no round was made."""
+        """Average the state when it is due in this epoch. Return None when no round was made."""
         epoch = self._state.epoch
         if not self._averager.state_sync_epochs or not self._traits.canonical:
             return None
@@ -375,8 +375,8 @@ class EpochCloser:
         return state_round
 
     def _state_round_is_obsolete(self) -> bool:
-        """Return whether a round over the state leads nowhere: nobody will join it, or there is no quorum.
-        Then this peer trains on while the grace runs, and the state is averaged the next time.
+        """Return whether a round over the state cannot succeed: nobody will join it, or there is no quorum.
+        Then this peer continues training while the grace runs, and the state is averaged the next time.
         """
         if self._others_went_on():
             return True
@@ -386,7 +386,7 @@ class EpochCloser:
         return self._lacks_quorum and free
 
     def _others_went_on(self) -> bool:
-        """Return whether all others are past averaging the state of this epoch, so that nobody will join
+        """Return whether all others have finished averaging the state of this epoch, so that nobody will join
         that round.
         """
         epoch = self._state.epoch

@@ -15,6 +15,12 @@ class DelegatingOptimizer(torch.optim.Optimizer):
 
     # torch's __init__ is not called: all that it would set is the inner optimizer's
     inner: torch.optim.Optimizer
+    _closed: bool
+
+    @property
+    def closed(self) -> bool:
+        """Return whether this peer has left the run."""
+        return self._closed
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear `.grad`; gradients that `step` has taken are kept."""

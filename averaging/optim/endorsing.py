@@ -1,4 +1,4 @@
-"""This peer's vote, as an elector, for rounds of groups that it is not in."""
+"""This peer's vote, as an elector, on rounds of groups in which it is no member."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ class Endorser:
     async def endorse(
         self, caller: PeerId, proposal: Proposal, result: bytes, votes: Sequence[Vote]
     ) -> Vote | str:
-        """Vote as an elector on a round that this peer is not in, once a majority of its contributors has, or
-        return why not. `result`: b"" for none, when a contributor of a round that it never heard of asks.
+        """Vote as an elector on a round in which this peer is no member, once a majority of its contributors
+        has voted, or return why not. `result`: b"" for a vote for none, which a contributor of a round that
+        this peer never heard of asks for.
         """
         history = self._history
         if self._own not in (electors := history.root.electors):

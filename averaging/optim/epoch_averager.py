@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _NAMED_MAX = 3  # peers named in one message
-_STATE_TIMEOUT_S = 120.0  # of one round over the state: it is larger than the gradients, and rare
+_STATE_TIMEOUT_S = 120.0  # time limit of one round over the state: it is larger than the gradients, and rare
 # share of the time that a run spends on waiting for one late peer. A peer that is late beyond that is left
 # out of the round, and its samples count in the next epoch
 _WAITING_SHARE_MAX = 0.1
@@ -100,8 +100,8 @@ class AveragingOptions:
 
 
 class EpochAverager:
-    """Owner of the two averagers. Each is created when it is first needed, because peers with an open
-    averager are waited for by the others.
+    """Owner of the two averagers. Each is created when it is first needed, because the others wait for peers
+    with an open averager.
     """
 
     def __init__(
@@ -132,8 +132,8 @@ class EpochAverager:
 
     @property
     def in_round(self) -> bool:
-        """Return whether a group has begun the round of an epoch with this peer, which others would have to
-        go on without if it left now.
+        """Return whether a group has begun the round of an epoch with this peer as a member, and would have
+        to continue without it if it left now.
         """
         return _is_in_round(self._epoch_averager)
 
@@ -206,8 +206,8 @@ class EpochAverager:
         return self._begin(plan, is_obsolete, grace_s)
 
     def _begin(self, plan: RoundPlan, is_obsolete: Callable[[], bool], grace_s: float) -> RunningRound:
-        """Begin one round of a group, with its place in the history that it extends, or one round after the
-        other through the grid.
+        """Begin one round of a group, with its place in the history that it extends, or the successive rounds
+        of the grid.
         """
         history, key = self._history, plan.epoch  # without a history the epoch is the key
         if history is not None and history.grid_rounds > 1:
@@ -230,7 +230,7 @@ class EpochAverager:
         return self.begin(epoch, is_obsolete, grace_s).result()
 
     def set_computing(self, seconds: float) -> None:
-        """Let the others know that this peer comes to no round for about `seconds`: it computes a step."""
+        """Inform the others that this peer computes a step and joins no round for about `seconds`."""
         self._node.service(AveragingService).exchange.set_computing(self._run_id, seconds)
 
     def cancel(self) -> None:
@@ -254,7 +254,7 @@ class EpochAverager:
         self._state_addresses = addresses
 
     def root_of(self, epoch: int) -> Chain | None:
-        """Return the head of the history for a state of this epoch; None when it is of another."""
+        """Return the head of the history if its state is of this epoch, else None."""
         root = self._history.root if self._history is not None else None
         return root if root is not None and root.root_epoch == epoch else None
 
@@ -366,11 +366,10 @@ class EpochAverager:
 def _deviation(
     gathered: Mapping[PeerId, object], counters: bytes, frozen: bytes
 ) -> tuple[str, frozenset[PeerId]]:
-    """Return why this peer must download the state, and the donors to ask, from what all members of a round
-    over the state sent with it. Both are empty when this peer agrees with the others.
-
-    Of frozen parameters one version wins everywhere, also when no majority holds it: peers that began with
-    different ones have nothing else to become equal by.
+    """Return why this peer must download the state, and the donors to ask, from the metadata of all members
+    of a round over the state. Both are empty when this peer agrees with the others. One version of the frozen
+    parameters wins everywhere, even without a majority: peers that began with different ones cannot become
+    equal otherwise.
     """
     held = _digests(gathered, "frozen")
     votes = Counter(held.values())
@@ -387,7 +386,9 @@ def _deviation(
 
 
 def _name_others_settings(gathered: Mapping[PeerId, object], hyperparameters: bytes) -> None:
-    """Name the peers whose hyperparameters or schedule differ from this peer's. Nobody takes them over."""
+    """Log the peers whose hyperparameters or schedule differ from this peer's. They are never copied from
+    peer to peer.
+    """
     held = _digests(gathered, "hyperparameters")
     others = [peer.short for peer, digest in held.items() if digest != hyperparameters]
     if others:

@@ -152,14 +152,14 @@ class EpochLoop:
         return self._join_round(report)
 
     def _join_round(self, report: StepReport) -> StepReport:
-        """Close the epoch, which the others have found to be full or have closed already."""
+        """Close an epoch that the others have found to be full, or have closed already."""
         if self._tracker.swarm_epoch() > self._state.epoch:
             return self._resynchronise_after(report, "the swarm is ahead")
         return self._close(self._with_rejected_samples(report, wait=True))
 
     def _wait_for_round(self, report: StepReport, samples: int) -> StepReport:
-        """Wait for the round instead of returning to the trainer, if its next step, of `samples` samples,
-        would make the others wait or would come too late.
+        """Wait for the round instead of returning to the trainer, if its next step of `samples` samples would
+        make the others wait or would end too late.
         """
         if self._traits.overlapped or self._traits.proceeds_alone:
             return report
@@ -173,8 +173,8 @@ class EpochLoop:
         return self._join_round(report)
 
     def resumed(self) -> None:
-        """Continue after the state was replaced from outside, for instance by a checkpoint. It is valid, so
-        that newcomers need not wait for this peer's first step.
+        """Continue after the state was replaced from outside, for instance by a checkpoint. The state is
+        valid, so newcomers need not wait for this peer's first step.
         """
         self._cancel_background_round()
         self._retry_at_samples = self._failed_at_samples = 0
@@ -245,7 +245,7 @@ class EpochLoop:
         return history is not None and history.keep_waiting(self._tracker.voters(), self._clock.monotonic_s())
 
     def _start(self) -> None:
-        """Find out who else trains and become visible to them, before the first step."""
+        """Find the other trainers and become visible to them, before the first step."""
         self._tracker.wait_refresh(FIRST_REFRESH_TIMEOUT_S, first=True)
         self._started = True
         self._last_step_ended_s = None

@@ -212,8 +212,8 @@ async def fetch_history(
 async def ask_holders(
     holders: Iterable[Sequence[Contact]], at_once: int, ask: Callable[[Contact], Awaitable[bool]]
 ) -> None:
-    """Ask the peers that have the same thing, one after the other until one has answered; `at_once` things
-    side by side. `ask` returns whether the peer has answered.
+    """Ask the peers of each list, which hold the same item, one after the other until one has answered;
+    `at_once` lists concurrently. `ask` returns whether the peer has answered.
     """
     places = asyncio.Semaphore(at_once)
 
@@ -229,8 +229,8 @@ async def ask_holders(
 
 
 async def voters_at_head(caller: Caller, run: str, contacts: Sequence[Contact], head: bytes) -> set[PeerId]:
-    """Ask peers side by side. Return those that answer, whose history ends with this head, and that vote for
-    groups of others there.
+    """Ask peers concurrently. Return those that answer, whose history ends with this head, and that vote
+    there on rounds of other groups.
     """
 
     async def votes(contact: Contact) -> bool:

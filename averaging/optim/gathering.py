@@ -9,7 +9,7 @@ from averaging.optim.progress.tracker import Tracker
 
 _log = logging.getLogger(__name__)
 
-_POLL_S_MAX = 1.0  # between two looks, at most
+_POLL_S_MAX = 1.0  # longest interval of checks
 _FIRST_LOOK_S_MAX = 5.0
 
 

@@ -23,7 +23,7 @@ from swarm.core.ids import Contact, PeerId
 
 _log = logging.getLogger(__name__)
 
-_ASK_INTERVAL_S = 0.3  # between two questions for the electors' certificate, each to one other peer
+_ASK_INTERVAL_S = 0.3  # interval at which one other peer is asked for the electors' certificate
 _RETRY_S_FIRST, _RETRY_S_MAX = 0.1, 2.0  # between two attempts of the electors
 _PART = "electors"
 

@@ -31,7 +31,7 @@ from swarm.wire import state_pb2
 
 _log = logging.getLogger(__name__)
 
-_PROBE_INTERVAL_S = 1.0  # between two looks for missing electors
+_PROBE_INTERVAL_S = 1.0  # interval at which missing electors are looked for
 _FETCHES_MAX = 8  # histories fetched at once
 _STRANGE_FETCHES_MAX = 4  # beside them, histories of strangers
 
@@ -93,7 +93,7 @@ class RunHistory:
             return self._lineage.present()
 
     def past(self, heads: Sequence[bytes] = ()) -> Chain:
-        """Return `Lineage.chain` of this peer's state: one that it follows, nobody who lives need have."""
+        """Return `Lineage.chain` of this peer's own state, not of a history that it follows."""
         with self._lock:
             return (self._left or self._lineage).chain(heads)
 
@@ -193,7 +193,7 @@ class RunHistory:
             self._moved()
 
     def ask(self, contact: Contact) -> None:
-        """Ask a peer soon for what it has of the history after this peer's head."""
+        """Ask a peer soon for the part of its history that follows this peer's head."""
         with self._lock:
             self._asked[contact.peer_id] = contact
         self._node.network.loop.call_soon_threadsafe(self._wake.set)
@@ -230,7 +230,7 @@ class RunHistory:
         return may
 
     def keep_waiting(self, present: Iterable[PeerId], now_s: float) -> bool:
-        """Count the grace on while the trainer computes; return whether it is over. As `seek_quorum`."""
+        """Count the grace while the trainer computes; return whether it is over. As `seek_quorum`."""
         with self._lock:
             waits = self._lineage.is_waiting and not self._lineage.has_quorum(set(present))
             return waits and self._lineage.may_break(now_s, self._epoch_s)
@@ -347,7 +347,7 @@ class RunHistory:
     # ---- the network thread
 
     def heard(self, contact: Contact, head: bytes) -> None:
-        """Take the head that another peer reports. It is compared soon if it is not known."""
+        """Record the head that another peer reports. If it is unknown, its history is compared soon."""
         if not head:
             return
         with self._lock:
@@ -367,7 +367,7 @@ class RunHistory:
         return has_standing or peer in self._lineage.electors or peer in self._offers.introducers
 
     async def run(self) -> None:
-        """Fetch and compare the histories of others, until cancelled. Nothing waits for strangers'."""
+        """Fetch and compare the histories of others, until cancelled. Strangers delay nothing."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._watch_sleep())
             comparing: asyncio.Task[None] | None = None

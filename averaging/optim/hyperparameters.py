@@ -31,7 +31,7 @@ class HyperparameterWatch:
         self.record()
 
     def record(self) -> None:
-        """Take the present hyperparameters as the right ones: the swarm has just set them, or the caller has
+        """Record the present hyperparameters as correct: the swarm has just set them, or the caller has
         restored them.
         """
         self._known = self._present()

@@ -121,6 +121,6 @@ def _mode_needs(
 
 
 def _sum(needs: list[_Need], counts: Callable[[_Need], bool]) -> tuple[float, float]:
-    """Return the bytes of the needs that count: what is kept, and the largest of those that pass."""
+    """Return the bytes of these needs: those that are kept, and the largest of the temporary ones."""
     kept = sum(need.bytes for need in needs if counts(need) and not need.passing)
     return kept, max((need.bytes for need in needs if counts(need) and need.passing), default=0)

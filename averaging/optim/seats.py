@@ -1,8 +1,9 @@
-"""The size of a swarm: how many rounds its epochs need, and who has a seat in the electors' cell. Pure.
+"""The size of a swarm: the number of rounds that its epochs need, and the peers with a seat in the electors'
+cell. Pure.
 
-The electors of the head have a seat. Seats that are left go to other peers, by a hash of head and PeerID, so
-that every head draws other ones and all peers draw alike. A peer that contributes there is an elector of
-the next head.
+The electors of the head have a seat. Free seats go to other peers, by a hash of head and PeerID: every head
+draws different peers, and all peers compute the same draw. A peer that contributes there is an elector of the
+next head.
 """
 
 from __future__ import annotations

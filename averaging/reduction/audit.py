@@ -1,4 +1,4 @@
-"""Audits of reducers: what a reducer must be able to show, and how that is judged. Pure.
+"""Audits of reducers: the evidence that a reducer must be able to show, and its verification. Pure.
 
 With `audit=p` every sender signs each of its contributions (for this round, this chunk, these bytes), and a
 reducer accepts no unsigned one. The reducer keeps what it reduced until the round ends. A member that holds
@@ -82,7 +82,7 @@ def fault(
     digest: Callable[[bytes], bytes],
     verify: Callable[[int, bytes, bytes], bool],
 ) -> str:
-    """Return what is wrong with the contributions that a reducer shows for a chunk; "" if nothing is.
+    """Return the defect of the contributions that a reducer shows for a chunk; "" if there is none.
 
     `verify(place, statement, signature)` returns whether the signature is that member's.
     """

@@ -30,7 +30,7 @@ from swarm.compression import Buffer, Codec
 
 # device memory for encoded averages; larger: more of them are copied before the result is taken
 RING_BYTES = 32 << 20
-BLOCK_BYTES_MAX = 64 << 20  # of pinned memory for averages
+BLOCK_BYTES_MAX = 64 << 20  # size of a block of pinned memory for averages
 _SLOTS_MIN = 2  # one is copied to while the other is decoded
 
 
@@ -49,7 +49,7 @@ class ResultBuffer:
         self._held: Averages | None = None
 
     def take(self, averages: Averages) -> None:
-        """Give the memory to these averages and mark the previous ones as gone. Does not wait."""
+        """Give the memory to these averages and mark the previous ones as overwritten. Does not wait."""
         if self._held is not None:
             self._held.gone = True
         self._held = averages

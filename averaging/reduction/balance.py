@@ -25,8 +25,9 @@ from averaging.matchmaking.logic.group import Member, can_dial
 from swarm.core.errors import UsageError
 from swarm.core.ids import PeerId
 
-_ROUNDING = 1e-9  # of an amount: the time of the whole vector times the speed may be a little less
-_HALVINGS = 200  # until two neighbouring floats are left
+# Relative error of an amount: the time of the whole vector times the speed may be a little less.
+_ROUNDING = 1e-9
+_HALVINGS = 200  # enough until two neighbouring floats are left
 # Two bounds on measured bandwidths. Those that a user has set are taken as they are.
 _SLOWER = 1.5  # bandwidths down to the median over this count as the median: measurements are never exact
 # Bandwidths above the median are divided by this, down to the median at least. A member that reduces more is

@@ -1,7 +1,7 @@
 """Error feedback: the error of a lossy codec in one round is added to the values of the next (Seide et al.
 2014; Karimireddy et al., arXiv 1901.09847).
 
-A member loses something twice: as a sender, when it encodes its values, and as a reducer, when it encodes the
+A member makes two errors: as a sender, when it encodes its values, and as a reducer, when it encodes the
 average of its shard. Each side keeps the error of each element as a residual, and adds it to the values that
 it encodes next.
 
@@ -104,8 +104,8 @@ class Staged:
         return out
 
     def keep(self, start: int, given: torch.Tensor, decoded: torch.Tensor | None) -> None:
-        """Stage the error of `given`, which the others read as `decoded`; None: they never got it. A repeated
-        call replaces the one before.
+        """Stage the error of `given`, which the others decode as `decoded`; None: they never received it. A
+        repeated call replaces the one before.
 
         The ranges of a repeated call must be those of the call before (chunks, and blocks of chunks, are).
         """
@@ -128,7 +128,7 @@ class Staged:
         self._ranges[start] = stop
 
     def restore(self, start: int, stop: int) -> None:
-        """Stage the current residual of the elements `start` to `stop`: it stays what it is."""
+        """Stage the current residual of the elements `start` to `stop` unchanged."""
         for (_, new), (_, old) in zip(
             self._of(self._new, start, stop), self._of(self._old, start, stop), strict=True
         ):
@@ -208,8 +208,8 @@ class FeedbackRound:
         self._sender.keep(start, given, self._codec.decode(payload, scratch))
 
     def kept(self, start: int, stop: int) -> None:
-        """Record that nothing of these elements is lost: this member reduces them itself, without encoding
-        its values. Call `give` for them as well.
+        """Record that these elements have no error: this member reduces them itself, without encoding its
+        values. Call `give` for them as well.
         """
         self._check_open()
         self._sender.clear(start, stop)
@@ -223,13 +223,13 @@ class FeedbackRound:
         self._sender.keep(start, self._sender.add(start, values, scratch), None)
 
     def keep_sender_residual(self) -> None:
-        """Leave the sender's residual unchanged whatever becomes of the round: nothing was sent."""
+        """Leave the sender's residual unchanged, whether or not the round commits: nothing was sent."""
         self._check_open()
         self._withdrawn = True
 
     def withheld(self, start: int, stop: int) -> None:
-        """Record, before a commit, that these elements were not delivered and will not be: the values contain
-        NaN, here or elsewhere. Their residual stays what it is.
+        """Record, before a commit, that these elements were not delivered and will not be, because the values
+        contain NaN. Their residual stays unchanged.
         """
         self._check_open()
         self._sender.restore(start, stop)
@@ -361,10 +361,8 @@ class Feedback:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned. UsageError says what is wrong with it, and nothing has
-        changed.
-
-        Residuals of another codec are welcome: they are values like any other.
+        """Restore the result of `state_dict`. Raise UsageError, with nothing changed, when it does not fit.
+        Residuals of another codec are accepted: they are ordinary values.
         """
         if self._round is not None:
             raise UsageError("a round of error feedback is open: load its state before or after")

@@ -33,7 +33,7 @@ _REMAINDER_MIN = 2.0**-20
 _HOST_ELEMENTS = 1 << 15  # processed at once on the host: fits the cache, and wakes no team of threads
 # up to this many multiplications OpenBLAS, which NumPy uses, wakes no team of threads either
 _SERIAL_PRODUCTS = 1 << 18
-_TILE_ROWS = 8  # of a tile that is not as wide as the matrix
+_TILE_ROWS = 8  # rows of a tile that is not as wide as the matrix
 # processed at once on a device: a temporary of 16 MiB (float64: 32 MiB), whatever the size of the matrix
 _DEVICE_ELEMENTS = 1 << 22
 

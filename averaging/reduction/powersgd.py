@@ -54,8 +54,9 @@ from swarm.core.errors import UsageError
 CODECS = ("float32", "float16", "bfloat16")
 START_DIGEST_BYTES = 8
 _FORMAT = 1
-_WRITTEN_ELEMENTS = 1 << 20  # of a matrix's average at once, where it is not written directly into the tensor
-_SLOTS = 4  # of averages on their way to a device: two factors are read while the next two are copied
+# Elements of a matrix's average written at a time, where it is not written directly into the tensor.
+_WRITTEN_ELEMENTS = 1 << 20
+_SLOTS = 4  # averages on their way to a device: two factors are read while the next two are copied
 
 
 @dataclass(slots=True)

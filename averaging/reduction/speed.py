@@ -15,8 +15,8 @@ import statistics
 from collections import deque
 from dataclasses import dataclass, field
 
-UNKNOWN_BYTES_PER_S = 12.5e6  # before anything was measured: 100 Mbit/s
-BYTES_PER_S_MAX = 125e6  # on faster links the processor limits a round, so that all count as equal
+UNKNOWN_BYTES_PER_S = 12.5e6  # assumed before anything was measured: 100 Mbit/s
+BYTES_PER_S_MAX = 125e6  # faster links count as equal, because the processor limits a round on them
 _ROUND_BYTES_MIN = 8 << 20
 _ROUND_S_MIN = 2.0  # or this time spent sending: the buffers of a slow link are small, and fill sooner
 _SLOW_ROUND_BYTES_MIN = 256 << 10

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import pkgutil
-from collections.abc import Iterator
 from typing import Any
 
 import click
@@ -24,8 +22,7 @@ from docutils import nodes
 from sphinx.util.docutils import SphinxDirective
 
 from docs._ext.fields import fields_of
-
-PACKAGES = ("swarm", "averaging", "moe")
+from docs._ext.methods import methods
 
 
 def setup(app: Any) -> dict[str, Any]:
@@ -182,28 +179,6 @@ class RecordRules(SphinxDirective):
                 [14, 14, 14, 58],
             )
         ]
-
-
-def methods() -> dict[str, Any]:
-    """Every remote method that some module of the packages defines, by its name."""
-    from swarm.net.rpc import Method, StreamMethod
-
-    found = {}
-    for module in _modules():
-        for value in vars(module).values():
-            if isinstance(value, Method | StreamMethod):
-                found[value.name] = value
-    return found
-
-
-def _modules() -> Iterator[Any]:
-    for package in PACKAGES:
-        root = importlib.import_module(package)
-        yield root
-        for info in pkgutil.walk_packages(root.__path__, f"{package}."):
-            if "__main__" in info.name or ".testing" in info.name:
-                continue
-            yield importlib.import_module(info.name)
 
 
 def _bytes(count: int) -> str:

@@ -63,8 +63,8 @@ def available_classes() -> list[str]:
 
 
 def expert_class(name: str, file: Path | None = None) -> ExpertFactory:
-    """Return the class of this name, from the user's file if one is given. Raises UsageError when there is
-    none, or it cannot be loaded.
+    """Return the class of this name, from the user's file if one is given. Raises UsageError when it does not
+    exist or cannot be loaded.
     """
     factory = _load_from_file(name, file) if file is not None else _load_installed(name)
     if not callable(factory):

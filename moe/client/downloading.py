@@ -1,7 +1,7 @@
 """Download experts: their parameters, or all that training needs, from the servers that host them.
 
-No server is trusted. Where an expert has three replicas or more, three are asked, and the median of each
-element counts, so that one liar or one broken server changes little. Of two nobody can tell which one lies:
+No server is trusted. If an expert has three replicas or more, three are asked and the median of each element
+is used, so that one liar or one broken server changes little. With two replicas it is unknown which one lies:
 the result says how far they are apart.
 """
 
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 EXPERTS_MAX = 65536
-BYTES_MAX = 1 << 30  # of one expert whose size is not known
+BYTES_MAX = 1 << 30  # size of one expert whose size is not known
 _COMPARED = 3  # replicas of one expert
 _ASKED_MAX = 8  # replicas of one expert, until three have given a state
 _AT_ONCE = 4  # experts; each is in memory three times for a moment
 _READ_TIMEOUT_S = 10.0
 _MARGIN_S = 10.0  # for a busy network thread
-_HEADER_BYTES = 4096  # of a tensor in a state
+_HEADER_BYTES = 4096  # header of a tensor in a state
 
 Progress: TypeAlias = Callable[[int, int, str], object]
 # the size of the state that an expert can have, and what raises PeerError unless it is one
@@ -48,7 +48,7 @@ Check: TypeAlias = Callable[[Mapping[str, torch.Tensor]], None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DownloadedExpert:
-    """An expert as its servers gave it."""
+    """An expert as its servers sent it."""
 
     name: str
     state: dict[str, torch.Tensor]  # the module's state_dict
@@ -92,7 +92,7 @@ class _Given:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AgreedState:
-    """The state that the replicas of an expert gave together."""
+    """The state on which the replicas of an expert agree."""
 
     reply: ExpertStateReply  # of the server in the middle by its version
     header: dict[str, object]  # likewise
@@ -154,7 +154,9 @@ def download_experts(
 
 
 def longest_s(needs: Sequence[ExpertNeed]) -> float:
-    """Return how long downloads of these experts may take: all servers give at the slowest pace."""
+    """Return the longest time that downloads of these experts may take, when all servers send at the slowest
+    permitted pace.
+    """
     return _MARGIN_S + _ASKED_MAX * sum(BUSY_S_MAX + transfer_s_max(one.bytes_max) for one in needs)
 
 
@@ -166,8 +168,8 @@ async def fetch_agreed(
     *,
     parameters_only: bool,
 ) -> AgreedState:
-    """Return the state of an expert: of three replicas where there are as many, and of fewer otherwise. Runs
-    on the network loop. Raises NotEnoughPeers when no server gives a good one.
+    """Return the state of an expert, from three replicas if there are as many, otherwise from fewer. Runs on
+    the network loop. Raises NotEnoughPeers when no server sends a valid one.
     """
     asked = random.sample(list(replicas), min(len(replicas), _ASKED_MAX))
     given: list[_Given] = []
@@ -202,7 +204,7 @@ def _agree(given: Sequence[_Given]) -> AgreedState:
 async def _fetch(
     node: Node, uid: ExpertUid, replica: ExpertReplica, need: ExpertNeed, *, parameters_only: bool
 ) -> _Given | str:
-    """Return what a server gives, checked; or why it counts for nothing."""
+    """Return the checked state that a server sends, or the reason why there is none."""
     loop = asyncio.get_running_loop()
     try:
         reply, blob = await node.service(StateFetching.from_node).fetch(

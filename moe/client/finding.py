@@ -1,4 +1,4 @@
-"""`swarm.find_experts`: which experts exist, who hosts them, and how they are."""
+"""`swarm.find_experts`: the experts that exist, the servers that host them, and their condition."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["FoundExpert", "FoundReplica", "find_experts"]
 
 EXPERTS_MAX = 65536
 _SERVERS_AT_ONCE = 16
-_GRIDS_MAX = 64  # of the announced ones; each costs a read
+_GRIDS_MAX = 64  # announced grids that are read; each costs a read
 _MARGIN_S = 10.0  # for a busy network thread
 
 
@@ -95,7 +95,7 @@ async def _find(node: Node, patterns: Sequence[ExpertPattern] | None, timeout_s:
 async def _described(
     calls: ExpertCalls, server: ExpertReplica, uids: Sequence[ExpertUid], timeout_s: float
 ) -> Mapping[ExpertUid, Description | None] | str:
-    """Return a server's descriptions of its experts, or why there are none."""
+    """Return a server's descriptions of its experts, or the reason why there are none."""
     found: dict[ExpertUid, Description | None] = {}
     try:
         async with asyncio.timeout(timeout_s):

@@ -78,7 +78,7 @@ def _existing(node: Node, pattern: str) -> dict[ExpertUid, tuple[ExpertReplica, 
 
 
 async def _class_of(node: Node, uid: ExpertUid, replicas: Sequence[ExpertReplica]) -> ModuleFactory:
-    """Return what makes modules like that of an expert, as most of its servers say."""
+    """Return the function that makes modules like that of an expert, as most of its servers describe it."""
     calls = node.service(ExpertCalls.from_node)
 
     async def describe(replica: ExpertReplica) -> Description | None:

@@ -30,14 +30,14 @@ from swarm.dht.service.dht_service import DhtService, StoreItem
 _log = logging.getLogger(__name__)
 
 NAMESPACE = "experts"
-REPLICAS_MAX = 64  # of one expert; a reader ignores further ones
-_SCHEMAS_MAX = 64  # of one server's experts under one prefix
+REPLICAS_MAX = 64  # replicas of one expert; a reader ignores further ones
+_SCHEMAS_MAX = 64  # schemas of one server's experts under one prefix
 _DIGEST_BYTES = 16
 _WAIT_S_MAX = 3600.0
 _RATE_MAX = 1e9
 _PARALLEL_DELETES = 16
 _WITHDRAW_TIMEOUT_S = 0.8  # a closing node waits no longer for its callbacks
-_GRIDS_PER_SERVER_MAX = 64  # that a server lists; readers find further grids only by name
+_GRIDS_PER_SERVER_MAX = 64  # grids that a server lists; readers find further grids only by name
 _GRID_CHARACTERS_MAX = 200
 
 _COORDINATES = Many(Number(0, COORDINATE_MAX, whole=True), COORDINATE_MAX + 1)
@@ -107,7 +107,7 @@ class GridBranch:
 
 TTL_S = 45.0  # experts of a server that crashed are still found for this long
 RENEW_S = 15.0  # two renewals may get lost
-_RETRY_S = 1.0  # after a renewal that no peer stored; doubles up to RENEW_S
+_RETRY_S = 1.0  # pause after a renewal that no peer stored; doubles up to RENEW_S
 _STORE_TIMEOUT_S = 8.0  # about half the time between two renewals
 
 

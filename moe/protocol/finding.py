@@ -1,5 +1,5 @@
-"""Which experts exist: the names that a pattern means, looked up level by level in the directory. The cost
-depends on the experts that are hosted, not on the size of the grid.
+"""The experts that exist: the names that a pattern stands for, looked up level by level in the directory. The
+cost depends on the experts that are hosted, not on the size of the grid.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from swarm.wire.expert_pb2 import (
 # payloads up to this size are sent within the call; both the request's and the reply's must fit
 INLINE_BYTES_MAX = 256 << 10
 PAYLOAD_BYTES_MAX = 256 << 20
-UIDS_PER_DESCRIBE_MAX = 192  # with schemas and settings of the largest size they fit into one reply
+UIDS_PER_DESCRIBE_MAX = 192  # this many fit into one reply, with schemas and settings of the largest size
 LINEAGES_PER_DESCRIBE_MAX = 64  # the same with lineages
 REQUEST_ID_BYTES = 16
 SILENCE_S_MAX = 30.0

@@ -19,7 +19,7 @@ from swarm.core.errors import UsageError
 
 DEPTH_MAX = 8
 COORDINATE_MAX = 4095  # so that one server's experts below a prefix fit into one record
-NAMES_MAX = 65536  # that a pattern is expanded to
+NAMES_MAX = 65536  # names to which a pattern may expand
 
 _BLOCK = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,47}")
 _COORDINATE = re.compile(r"0|[1-9][0-9]{0,3}")

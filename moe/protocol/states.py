@@ -1,8 +1,8 @@
 """The transfer of an expert's state from a server that hosts it: to a server that is about to host it as
 well, or to a user who downloads the expert.
 
-A state is one blob (`averaging.optim.state.snapshot`). It is not trusted: the receiver says how large it can
-be, and checks names, shapes, dtypes and that numbers are finite before it uses any of it.
+A state is one blob (`averaging.optim.state.snapshot`). It is not trusted: the receiver limits its size, and
+checks names, shapes, dtypes and that numbers are finite before it uses any of it.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class StateFetching:
         self, donor: ExpertReplica, uid: ExpertUid, bytes_max: int, *, parameters_only: bool = False
     ) -> tuple[ExpertStateReply, Blob]:
         """Return a server's reply and the state that followed it, which has at most `bytes_max` bytes and is
-        not checked yet. `parameters_only`: the module's parameters and buffers under their own names, instead
-        of all that training needs.
+        unchecked. `parameters_only`: the module's parameters and buffers under their own names, instead of
+        all that training needs.
 
         Raises PeerError when the server gives none, NetworkError, or TimeoutError.
         """

@@ -20,7 +20,7 @@ from swarm.compression import Buffer, Codec, find_wire_id, view_bytes, view_tens
 from swarm.compression.plain import PlainCodec
 from swarm.core.errors import PeerError
 
-ALIGNMENT = 16  # of every tensor in a payload: vector loads and NumPy need aligned elements
+ALIGNMENT = 16  # alignment of every tensor in a payload: vector loads and NumPy need aligned elements
 CHUNK_BYTES = 1 << 20  # the size of a stream's messages
 _PADDING = bytes(ALIGNMENT)
 _FINITE = {dtype: PlainCodec("", 1, dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)}

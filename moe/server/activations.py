@@ -34,7 +34,7 @@ class ActivationCache:
             self.size_bytes -= self._graphs.popitem(last=False)[1][2]
 
     def take(self, pass_id: object, version: int) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
-        """Return what was kept for a pass, which is forgotten; None when there is nothing of this version."""
+        """Remove and return the activations of a pass; None when there are none of this version."""
         found = self._graphs.pop(pass_id, None)
         if found is None:
             return None

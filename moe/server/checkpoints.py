@@ -28,8 +28,8 @@ _log = logging.getLogger(__name__)
 # Beside these, versions are kept for longer, in case callers ruin an expert without an infinite number.
 _OLDER = "older"
 _OLDER_MAX = 2
-_OLDER_S = 3600.0  # between two of them
-_GENERATIONS = 2  # of one expert: the newest may be damaged, for instance by a disk that lies
+_OLDER_S = 3600.0  # time between two of these older versions
+_GENERATIONS = 2  # checkpoints of one expert: the newest may be damaged, for instance by a faulty disk
 
 
 def saved_names(folder: Path) -> list[ExpertUid]:

@@ -31,8 +31,8 @@ from swarm.core.ids import PeerId
 
 _log = logging.getLogger(__name__)
 
-BACKWARD_COST = 3.0  # of a backward pass, in forward passes: it computes forward again
-_BATCHES_UNDER_WAY_MAX = 3  # on a device with a link: copied in, computed, copied out
+BACKWARD_COST = 3.0  # cost of a backward pass in forward passes: it computes forward again
+_BATCHES_UNDER_WAY_MAX = 3  # batches on a device with a link: copied in, computed, copied out
 _RATE_SHARE = 0.1  # weight of the newest batch in the moving averages
 
 
@@ -209,8 +209,8 @@ class ComputeThread:
         return threads
 
     def _guard(self, target: Callable[[], None]) -> None:
-        """Run the work of a thread. One that ends early would leave experts declared that nobody computes, so
-        that is reported like a lost device.
+        """Run the work of a thread. A thread that ends early would leave experts declared that nobody
+        computes; this is reported like a lost device.
         """
         has_ended = False
         try:
@@ -354,8 +354,8 @@ class ComputeThread:
             self._wake.put(None)
 
     def _fail(self, failure: DeviceFailed) -> None:
-        """Compute nothing more. Batches under way are answered with the failure; waiting requests are left to
-        the receiver of the report.
+        """Stop computing. Batches in progress are answered with the failure; the receiver of the report
+        handles waiting requests.
         """
         with self._lock:
             self._failure = self._failure or failure
@@ -376,8 +376,8 @@ class ComputeThread:
             count.forward_batches += 1
 
     def _record(self, batch: _Batch, done: list[tuple[Job, Outcome]]) -> None:
-        """Record a finished batch. Its computing time began when the one before it was finished, if it had
-        been taken by then.
+        """Record a finished batch. Its computing time starts when the previous batch finished, or when it was
+        taken, if that was later.
         """
         count = self.counts.setdefault(batch.jobs[0].uid, Counts())
         for job, outcome in done:

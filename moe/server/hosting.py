@@ -1,8 +1,8 @@
 """The server's end of calls: it checks a request completely, queues it, and answers. A node has one instance,
 on its network loop.
 
-Nothing is queued, and no large payload is read, before its announcement fits the expert's schema and there is
-room. A request that does not fit gets an answer that names its defect.
+A request is queued, and a large payload is read, only after its announcement was found to fit the expert's
+schema and there is room. A request that does not fit gets an answer that names its defect.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class HostingService:
         node.handlers.stream(methods.STATE, self._states.give)
 
     def expect(self) -> None:
-        """Tell callers from now on that experts are not ready yet, until the first ones are open."""
+        """Answer calls for unknown experts with "not ready yet" until the first experts are open."""
         self._expecting = True
 
     def reserve(self, hosted: Sequence[HostedExpert]) -> None:
@@ -117,7 +117,7 @@ class HostingService:
             self._reserved.discard(str(one.uid))
 
     def on_results(self, done: Sequence[tuple[Job, Outcome]]) -> None:
-        """Take the results of a computing thread. Called on the loop."""
+        """Process the results of a computing thread. Called on the loop."""
         for job, outcome in done:
             pending = self._jobs.pop(job.number, None)
             if job.is_backward:
@@ -152,7 +152,7 @@ class HostingService:
                     pending.future.set_exception(RequestRefused(expert_pb2.EXPERT_MISSING, reason))
 
     def _is_stranger(self, caller: Hashable) -> bool:
-        """Return whether a caller is none of the members that this node knows. A node that knows no members
+        """Return whether a caller is not among the members that this node knows. A node that knows no members
         treats all callers alike.
         """
         standing = self._node.standing
@@ -191,7 +191,7 @@ class HostingService:
     def _count(self, caller: PeerId, request: ExpertCount) -> ExpertCount:
         joint = self._joint.get(request.uid)
         if joint is None or request.schema_digest != joint.expert.schema.digest:
-            raise PeerError("such an expert does not learn here")
+            raise PeerError("this expert does not learn on this server")
         return wire_count(joint.hear(caller, read_count(request)))
 
     async def _call(self, caller: PeerId, request: ExpertRequest) -> ExpertReply:
@@ -229,8 +229,8 @@ class HostingService:
         await methods.send_payload(stream, outcome.payloads)
 
     async def _receive(self, stream: Stream, admitted: AdmittedRequest) -> torch.Tensor:
-        """Receive the payload of a request. Bytes count from when they have come: an announcement costs
-        nothing. Raises RequestRefused when too many have come meanwhile.
+        """Receive the payload of a request. Bytes count once they have arrived, so an announcement costs
+        nothing. Raises RequestRefused when too many have arrived meanwhile.
         """
         caller, received_bytes = admitted.caller, 0
 
@@ -314,8 +314,8 @@ class HostingService:
         )
 
     def _unhosted(self, uid: str) -> RequestRefused:
-        """Return the refusal of a call for an expert that is not open. A server that starts is not avoided:
-        its callers ask again soon.
+        """Return the refusal of a call for an expert that is not open. Callers do not avoid a server that is
+        starting; they ask again soon.
         """
         if self._expecting or uid in self._reserved:
             return RequestRefused(expert_pb2.EXPERT_OVERLOADED, f"{uid[:100]!r} is not ready here yet")
@@ -414,7 +414,7 @@ class HostingService:
         if answer is None:
             raise RequestRefused(
                 expert_pb2.EXPERT_APPLIED,
-                "this backward pass was applied before, and what it gave is forgotten",
+                "this backward pass was applied before, and its result is no longer kept",
             )
         return answer
 

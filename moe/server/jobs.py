@@ -43,7 +43,7 @@ class Job:
 
     @property
     def kind(self) -> tuple[str, bool]:
-        """Return what requests of one batch have in common: the expert and the direction."""
+        """Return the properties that requests of one batch share: the expert and the direction."""
         return self.uid, self.is_backward
 
 

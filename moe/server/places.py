@@ -1,4 +1,6 @@
-"""The places of a grid: who hosts which expert, and which ones a server with `--num-experts` takes."""
+"""The places of a grid: the servers of each expert, and the experts that a server with `--num-experts`
+takes.
+"""
 
 from __future__ import annotations
 

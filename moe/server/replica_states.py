@@ -76,8 +76,8 @@ def read_lineage(version: int, past: Sequence[ExpertCommonVersion]) -> ExpertLin
 
 class StateDonor:
     """Gives states of the `hosted` experts to servers that ask. The mapping is that of the hosting service,
-    by name; experts that are not ready are not in it. A peer gets one state at a time, and strangers take one
-    of the places at most.
+    by name; experts that are not ready are not in it. A peer gets one state at a time, and all strangers
+    together at most one.
     """
 
     def __init__(self, hosted: Mapping[str, HostedExpert], is_stranger: Callable[[PeerId], bool]) -> None:
@@ -93,9 +93,9 @@ class StateDonor:
             raise PeerError("the message is not a swarm.wire.ExpertStateRequest") from None
         hosted = self._hosted.get(request.uid)
         if hosted is None or request.schema_digest != hosted.expert.schema.digest:
-            await _refuse(stream, expert_pb2.EXPERT_MISSING, "such an expert is not hosted here")
+            await _refuse(stream, expert_pb2.EXPERT_MISSING, "this expert is not hosted here")
         elif not self._has_place(stream.peer_id):
-            await _refuse(stream, expert_pb2.EXPERT_OVERLOADED, "others are given states")
+            await _refuse(stream, expert_pb2.EXPERT_OVERLOADED, "it is sending states to other peers")
         else:
             self._receivers.add(stream.peer_id)
             try:
@@ -188,7 +188,7 @@ class ReplicaStates:
                 found[uid][replica.peer_id] = one
 
     async def take_over(self, uid: ExpertUid, expert: Expert, donors: Sequence[ExpertReplica]) -> bool:
-        """Replace the state of an expert by that of the first donor that gives one. Return False, with
+        """Replace the state of an expert by that of the first donor that sends one. Return False, with
         nothing changed, when none does.
         """
         for donor in donors[:_DONORS_MAX]:

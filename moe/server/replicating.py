@@ -1,4 +1,4 @@
-"""Replicas: an expert that several servers host has the same parameters on all of them, nearly.
+"""Replicas: an expert that several servers host has nearly the same parameters on all of them.
 
 A server takes over the state of an expert, with optimizer and buffers, from a replica that is there before it
 declares its own. Afterwards all servers average at the same moments of swarm time (multiples of a period),
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _NAME_MAX = 50
-_ROUND_TIMEOUT_S = 20.0  # of a round; at most half the period is used
+_ROUND_TIMEOUT_S = 20.0  # time limit of a round; at most half the period is used
 _GROUP_SIZE = 8
 _CODEC = "float16"
 _READ_TIMEOUT_S = 5.0
@@ -67,8 +67,8 @@ class Replicating:
         self.rounds = 0  # number of successful rounds
 
     async def take_over(self) -> None:
-        """Take over the states of experts that other servers host, too, where theirs are better. To be called
-        before this server's own are declared.
+        """Take over the states of experts that other servers host, too, where theirs are better. Call this
+        before this server's own experts are declared.
         """
         try:
             others = await self._find_others(self._learning)
@@ -160,8 +160,8 @@ class Replicating:
                 tasks.create_task(take_over(uid))
 
     def _weight(self, uid: ExpertUid, others: int, lineages: Mapping[PeerId, ReplicaLineage]) -> float:
-        """Return the weight in the next round: 0 only receives. Only between two replicas it makes a
-        difference how large it is.
+        """Return the weight in the next round: 0 only receives. Its size matters only between two
+        replicas.
         """
         if uid in self._receiving:
             return 0.0

@@ -184,7 +184,8 @@ def stored_run(run: str) -> SignedSpecification:
         raise SwarmError(
             "this machine took part in no run yet: reach a run through its peers with --from ADDRESS"
         )
-    return stored[choose([RunListing(one.name, one.run_id) for one in stored.values()], run).run_id]
+    listings = [RunListing(one.name, one.run_id) for one in stored.values()]
+    return stored[choose(listings, run, by_option=False).run_id]
 
 
 def run_addresses(run: str, given: Sequence[str]) -> list[str]:

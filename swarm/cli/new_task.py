@@ -54,7 +54,7 @@ def new_task(name: str, as_json: bool) -> int:
         "task",
         {"name": name, "path": str(folder), "files": [str(path) for path in written]},
         f"{folder} is a package with the task {name}: {', '.join(str(path) for path in written)}\n"
-        f"next: cd {folder} && pip install -e . && python -m pytest && swarm start run.toml",
+        f"next: cd {folder} && pip install -e '.[test]' && python -m pytest && swarm start run.toml",
         as_json=as_json,
     )
     return 0

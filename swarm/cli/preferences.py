@@ -41,7 +41,7 @@ class _Preference(click.ParamType[Any]):
         try:
             return parse_preference(self.key, value) if isinstance(value, str) else value
         except UsageError as error:
-            self.fail(f"{error}.", param, ctx)
+            self.fail(f"{str(error).removeprefix(f'{self.key}: ')}.", param, ctx)
 
 
 def preference_options(command: options.Command) -> options.Command:

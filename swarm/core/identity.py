@@ -219,13 +219,16 @@ def _read_or_create(file: Path) -> bytes:
         return raw
     if file.is_dir():
         raise UsageError(f"{file} is a folder, not an identity file: name another one, or move it away")
+    with file.open("rb") as stream:
+        raw = stream.read(_FILE_BYTES_MAX)
     mode = stat.S_IMODE(file.stat().st_mode)
     if os.name == "posix" and mode & 0o077:
+        if not raw.startswith(_ENCODED_PREFIX):
+            raise UsageError(f"{file} is no identity file: name one, or a new file, which is then made")
         raise UsageError(
             f"{file} holds a private key but others may read it (mode {mode:04o}): run `chmod 600 {file}`"
         )
-    with file.open("rb") as stream:
-        return stream.read(_FILE_BYTES_MAX)
+    return raw
 
 
 def _take_lock(file: Path) -> int:

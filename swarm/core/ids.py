@@ -27,6 +27,7 @@ _CIRCUIT = "/p2p-circuit"
 # Multihash: identity (0x00), 36 bytes; protobuf PublicKey: field 1 (type) = Ed25519 (1), field 2 (data) = 32
 # bytes.
 _PEER_ID_PREFIX = bytes.fromhex("002408011220")
+_PEER_ID_CHARACTERS = 52  # of an Ed25519 PeerID in base58
 _PUBLIC_KEY_BYTES = 32
 _HOST_NAME = re.compile(
     r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})?(\.[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})?)*\.?"
@@ -92,6 +93,11 @@ class PeerId(_PublicKey):
     @classmethod
     def parse(cls, text: str) -> PeerId:
         """Decode the base58 form. Raises UsageError when it is not an Ed25519 PeerID."""
+        if text.startswith("12D3KooW") and len(text) < _PEER_ID_CHARACTERS:
+            raise UsageError(
+                f"{text!r} is too short for a PeerID, by {_PEER_ID_CHARACTERS - len(text)} of "
+                f"{_PEER_ID_CHARACTERS} characters: was the address copied whole?"
+            )
         if not 40 <= len(text) <= 64:
             raise UsageError(f"{text[:64]!r} is not a PeerID: one looks like 12D3KooW… and has 52 characters")
         try:

@@ -25,10 +25,10 @@ from swarm.wire import peer_pb2
 
 _logger = logging.getLogger(__name__)
 
-_ASK_S = DIAL_S + 2.0  # to connect to the asked peer, and for its answer
+_ASK_S = DIAL_S + 2.0  # time to connect to the asked peer, and for its answer
 _CANDIDATES_MAX = 64
-_NAMES_MAX = 3  # of peers, in a sentence
-_INTERFACES_S = 15.0  # between two looks at the machine's addresses
+_NAMES_MAX = 3  # peers named in a sentence
+_INTERFACES_S = 15.0  # interval at which the machine's addresses are read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

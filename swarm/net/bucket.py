@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from swarm.core.errors import UsageError
 
-BURST_S = 0.05  # of unused time that still counts: in any t seconds at most (t + BURST_S) times the rate pass
+BURST_S = 0.05  # unused time that still counts: in any t seconds at most (t + BURST_S) times the rate pass
 
 
 @dataclass(slots=True)

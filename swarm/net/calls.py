@@ -33,7 +33,8 @@ _BATCH_BYTES = 256 << 10  # a message with this many bytes is full; a single ans
 BATCH_CALLS_MAX = 256
 _BATCH_CANCELLED_MAX = 1024
 _METHOD_CHARACTERS_MAX = 200
-_TURNS = 2  # of the event loop that a message waits for further calls, while other calls are in progress
+# Turns of the event loop that a message waits for further calls, while other calls are in progress.
+_TURNS = 2
 UNSENT_MAX = 1024  # queued answers at which the callee stops reading calls from a slow caller
 _TURN_S = 0.01  # a callee that works through a message lets other tasks run this often
 ANSWER_S_MAX = 20.0  # a caller that takes no answer for this long loses its stream

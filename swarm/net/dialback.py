@@ -22,8 +22,8 @@ from swarm.wire import peer_pb2
 # To connect to the peer that asks. Where its router drops what comes, the verdict waits for all of it; a TCP
 # SYN that is lost is sent again after 1 s.
 DIAL_S = 1.5
-_CALLS_MAX = 30  # of each kind in a minute
-_GREETING = b"\x13/multistream/1.0.0\n"  # of both ends of a libp2p connection
+_CALLS_MAX = 30  # answered questions of each kind in a minute
+_GREETING = b"\x13/multistream/1.0.0\n"  # first message of both ends of a libp2p connection
 DIAL_BACK = Method(
     name="/swarm.Node/DialBack",
     request=peer_pb2.DialBackRequest,

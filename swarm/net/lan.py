@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 BROWSE_S = 3.0
-_INTERFACES_S = 15.0  # between two looks at the machine's addresses
-_PEERS_MAX = RUNS_MAX * PEERS_MAX  # that are looked at
+_INTERFACES_S = 15.0  # interval at which the machine's addresses are read
+_PEERS_MAX = RUNS_MAX * PEERS_MAX  # peers whose announcements are read
 _NAME_BYTES = 20  # bytes of the random name of an announcement, which reveals nothing about the peer
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import socket
 from collections.abc import Iterable, Sequence
@@ -11,7 +12,7 @@ import psutil
 from swarm.core.errors import UsageError
 from swarm.core.ids import Address
 
-WILDCARDS = ("0.0.0.0", "::")  # to listen on every address of this machine
+WILDCARDS = ("0.0.0.0", "::")  # hosts that mean every address of this machine
 _ANNOUNCED_MAX = 8
 
 
@@ -63,6 +64,20 @@ def best_addresses(
     )
     loopback = sorted((one for one in useful if one.is_loopback), key=lambda one: (one.version, int(one)))[:1]
     return outside[: _ANNOUNCED_MAX - len(loopback)] + loopback
+
+
+def why_no_listening(host: str, port: int) -> str:
+    """Return why no server can listen there, as a sentence with what to do."""
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as one:
+            one.bind(where)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return f"cannot listen on {address}: another program has this port. Port 0 picks a free one"
+        return f"cannot listen on {address}: {error.strerror or error}. Is it an address of this machine?"
+    return f"cannot listen on {address}: is the port taken, or not an address of this machine?"
 
 
 def _interface_hosts() -> list[str]:

@@ -23,7 +23,7 @@ _logger = logging.getLogger(__name__)
 
 _FILE_BYTES_MAX = 4 << 20
 _FORMAT = 1
-_ROUND_TRIP_WEIGHT = 0.3  # of a new measurement in the running mean
+_ROUND_TRIP_WEIGHT = 0.3  # weight of a new measurement in the running mean
 
 
 @dataclass(frozen=True, slots=True)

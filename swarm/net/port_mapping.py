@@ -26,7 +26,7 @@ _DISCOVER_MS = 500
 _FOUND_S = 1.2
 _CALL_S = 4.0
 _CLOSE_S = 0.5  # a node must close in under two seconds
-_SEARCH_S = 600.0  # between two searches for a router
+_SEARCH_S = 600.0  # interval of searches for a router
 
 
 def find_router() -> Any:

@@ -27,7 +27,7 @@ ReplyT = TypeVar("ReplyT", bound=Message)
 
 # Limits of the transport; methods have their own, lower limits. Larger data travels on a stream, in messages.
 UNARY_BYTES_MAX = 2 << 20
-MESSAGE_BYTES_MAX = (4 << 20) + (64 << 10)  # of a stream
+MESSAGE_BYTES_MAX = (4 << 20) + (64 << 10)  # size of a message on a stream
 # Finishing the stream must differ from breaking it: the caller's end sends an empty message.
 END_OF_STREAM = b""
 

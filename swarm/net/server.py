@@ -23,6 +23,7 @@ from swarm.net.callers import OpenCalls, RemoteCaller, set_caller_host
 from swarm.net.calls import ANSWER_S_MAX, CALLS_NAME, SHARED_REPLY_BYTES_MAX, Outcome, ServedCalls
 from swarm.net.certificate import CallerCheck, courtesy_ca, server_certificate
 from swarm.net.connections import CONNECTIONS_MAX, Connections
+from swarm.net.listening import why_no_listening
 from swarm.net.membership import RunMembership
 from swarm.net.room import AnswerRoom, PeerRoom, RequestReads
 from swarm.net.rpc import (
@@ -43,7 +44,7 @@ _logger = logging.getLogger(__name__)
 
 _NOT_INVITED = grpc.StatusCode.PERMISSION_DENIED
 _INTERNAL: Outcome = (grpc.StatusCode.INTERNAL, "internal error", b"")
-STREAMS_PER_PEER_MAX = 4  # of shared calls: one per connection
+STREAMS_PER_PEER_MAX = 4  # streams of shared calls: one per connection
 _TOO_MANY = "busy: strangers in your network make too many connections"
 _REFUSAL_CHARACTERS_MAX = 1000  # gRPC sends it in a header
 # A caller pings every 20 s on an idle connection (`swarm.net.dial`). Half of that leaves room for pings that
@@ -146,9 +147,7 @@ class Server:
         except RuntimeError:  # its text adds nothing
             bound = 0
         if not bound:
-            raise UsageError(
-                f"cannot listen on {address}: is the port taken, or not an address of this machine?"
-            )
+            raise UsageError(why_no_listening(host, port))
         await server.start()
         self._server, self._port = server, bound
         return bound

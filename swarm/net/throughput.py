@@ -18,10 +18,10 @@ from swarm.net.logic.request_budget import RequestBudget
 from swarm.net.rpc import Handlers, Stream, StreamCaller, StreamMethod
 
 _PIECE_BYTES = 32 << 10
-_BYTES_MAX = 1 << 20  # in one direction
-_SEND_S = 4.0  # in one direction
+_BYTES_MAX = 1 << 20  # bytes sent in one direction
+_SEND_S = 4.0  # time for one direction
 _ALL_S = 20.0  # for both, with what buffers and a slow link hold back
-_CALLS_MAX = 8  # in a minute, with peers that ask
+_CALLS_MAX = 8  # measurements by other peers in a minute
 _TOLD_BYTES = 8
 THROUGHPUT = StreamMethod(name="/swarm.Node/Throughput", message_bytes_max=_PIECE_BYTES)
 
@@ -69,7 +69,7 @@ async def throughput(caller: StreamCaller, contact: Contact) -> Throughput:
         told = await stream.receive()
         up_s = time.perf_counter() - began_s
         if told is None or int.from_bytes(told) != sent:
-            raise PeerError(f"peer {contact.peer_id.short} says that other bytes arrived than were sent")
+            raise PeerError(f"peer {contact.peer_id.short} reports another number of bytes than were sent")
         began_s = time.perf_counter()
         came = await _receive(stream, await stream.receive())
         return Throughput(_rate(sent, up_s), _rate(came, time.perf_counter() - began_s))

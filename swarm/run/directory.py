@@ -227,9 +227,12 @@ class RunDirectory:
         return valid, refused
 
 
-def choose(listings: Iterable[RunListing], wanted: str | None, *, grid: bool = False) -> RunListing:
-    """Return the run that `wanted` means. Raise UsageError with a list of the runs if that is not clear.
-    `grid`: whether the user means a grid of experts, for the sentence.
+def choose(
+    listings: Iterable[RunListing], wanted: str | None, *, grid: bool = False, by_option: bool = True
+) -> RunListing:
+    """Return the run that `wanted` means. Raise UsageError with a list of the runs if that is not clear. For
+    the sentence, `grid`: whether the user means a grid of experts; `by_option`: whether the user names the
+    run by an option of the command, not by its argument.
     """
     every = list(listings)
     what, option = ("grid", "--grid") if grid else ("run", "--run")
@@ -248,7 +251,8 @@ def choose(listings: Iterable[RunListing], wanted: str | None, *, grid: bool = F
         return matching[0]
     shown = ", ".join(listing.full_name for listing in (matching or every)[:_LISTED_MAX])
     if matching:
-        raise UsageError(f"{len(matching)} {what}s could be meant: {shown}. Choose one with {option} NAME@ID")
+        advice = f"Choose one with {option} NAME@ID" if by_option else "Name one of them, as it stands here"
+        raise UsageError(f"{len(matching)} {what}s could be meant: {shown}. {advice}")
     raise UsageError(f"this swarm has no {what} {wanted!r}. It has: {shown}")
 
 

@@ -226,6 +226,7 @@ class Finished(Event):
     failed_rounds: int = 0
     loss_first: float | None = None
     loss_last: float | None = None
+    validation_first: float | None = None  # the first held-out loss, and the last one
     validation_loss: float | None = None
     seconds: float = 0.0
     sent_bytes: int = 0

@@ -57,6 +57,8 @@ def _parse_range(text: str) -> tuple[int, int]:
         or (24 in (hour, end_hour) and minute + end_minute > 0)
     ):
         raise UsageError(f"hours are from 0:00 to 24:00, like 22-7 or 9:30-12, not {text!r}")
+    if (hour, minute) == (end_hour, end_minute):
+        raise UsageError(f"hours that end when they begin are none; without them it is always, not {text!r}")
     return (hour % 24) * 3600 + minute * 60, (end_hour % 24) * 3600 + end_minute * 60
 
 

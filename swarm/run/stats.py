@@ -62,6 +62,7 @@ class TrainingStats:
     sent_bytes: int = 0
     loss_first: float | None = None
     loss_last: float | None = None
+    validation_first: float | None = None
     validation_loss: float | None = None
     contributing_epoch: int | None = None  # the first epoch that contains samples of this peer
     digest: str | None = None

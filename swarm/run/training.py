@@ -239,6 +239,8 @@ class Training:
         loss = None
         try:
             loss = self.stats.validation_loss = self.data.validation_loss(self.model)
+            if self.stats.validation_first is None:
+                self.stats.validation_first = loss
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

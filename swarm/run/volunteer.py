@@ -472,6 +472,7 @@ class Volunteer:
             failed_rounds=stats.failed_rounds,
             loss_first=stats.loss_first,
             loss_last=stats.loss_last,
+            validation_first=stats.validation_first,
             validation_loss=stats.validation_loss,
             seconds=seconds,
             sent_bytes=stats.sent_bytes,

@@ -15,13 +15,18 @@ from typing import Any
 
 from swarm.core.ids import Key, PeerId
 from swarm.dht.logic.records import VERIFIED_MAX, Entry, decode_value
+from swarm.dht.service.replica import RECEIVED_MAX
 from swarm.testing.dht_swarm import SwarmMember
 from swarm.testing.virtual_loop import EPOCH_UNIX_S
 
 _VIOLATIONS_MAX = 50
 _DEPTH_MAX = 4  # levels of objects in which collections are looked for
 # caches that fill up in every long run, by the name of the attribute
-_CACHES_MAX: Mapping[str, int] = {"_verified": VERIFIED_MAX, "_accepted": VERIFIED_MAX}
+_CACHES_MAX: Mapping[str, int] = {
+    "_verified": VERIFIED_MAX,
+    "_accepted": VERIFIED_MAX,
+    "_received": RECEIVED_MAX,
+}
 _CLOCK_SLACK_S = 1.0  # clock error that a peer leaves uncorrected (0.5 s), and the time of a message
 
 

@@ -158,6 +158,21 @@ class Internet:
         self._links[name] = f"to{address.split('.')[1]}"
         return address
 
+    def second_uplink(self, name: str) -> str:
+        """Give a host with a public address a second interface with another one, and return that address.
+        What the host sends takes the first one, until `lose_uplink`.
+        """
+        number, namespace = next(self._networks), f"{self._prefix}{name}"
+        self._connect(
+            self._core, f"to{number}", f"44.{number}.0.1/24", namespace, "second", f"44.{number}.0.2/24"
+        )
+        _run(*("ip", "-n", namespace, "route", "add", "default", "via", f"44.{number}.0.1", "metric", "100"))
+        return f"44.{number}.0.2"
+
+    def lose_uplink(self, name: str) -> None:
+        """Take the first interface of a host with `second_uplink` away."""
+        _run("ip", "-n", f"{self._prefix}{name}", "link", "del", "out")
+
     def public_ipv6(self, name: str) -> str:
         """Add a host that has a public IPv6 address and no other one, and return the address."""
         number, namespace = next(self._networks), self._namespace(name)

@@ -33,9 +33,7 @@ seconds = 60
 
 @pytest.mark.chaos
 @pytest.mark.filterwarnings("default")  # of Ray's own
-def test_a_killed_actor_comes_back_as_a_volunteer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_actor_comes_back_as_a_volunteer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "run.toml"
     file.write_text(RUN)
     monkeypatch.syspath_prepend(str(DEPLOY))

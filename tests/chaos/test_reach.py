@@ -227,6 +227,27 @@ def test_a_peer_whose_address_changes_announces_the_new_one(internet: Internet) 
     wait_until_known(first, before.rpartition("/")[2], now)
 
 
+def test_a_machine_with_several_interfaces_announces_public_addresses_alone(internet: Internet) -> None:
+    hosts = [internet.public("two"), internet.second_uplink("two")]
+    internet.lan("two", "near")
+    internet.public("r")
+    first = internet.start("two", "-c", NODE, "0.0.0.0:4000")
+    announced = first.wait("address", lambda event: event["event"] == "listening")["addresses"]
+    assert [one.split("/")[2] for one in announced] == hosts  # the LAN's is not among them
+    entry = internet.start("r", "-c", NODE, "0.0.0.0:4000", announced[1])
+    address = entry.wait("verdict", lambda event: event["event"] == "reach" and event["addresses"])[
+        "addresses"
+    ][0]
+    peer = internet.start("two", "-c", NODE, "0.0.0.0:4100", address)
+    before = peer.wait("verdict", lambda event: event["event"] == "reach")["addresses"]
+    assert [one.split("/")[2:5] for one in before] == [[hosts[0], "tcp", "4100"]]
+    internet.lose_uplink("two")
+    peer.wait(
+        "other address", lambda event: any(f"/{hosts[1]}/tcp/4100/" in one for one in event["addresses"])
+    )
+    wait_until_known(entry, before[0].rpartition("/")[2], hosts[1])
+
+
 def test_peers_behind_routers_call_each_other_through_a_relay(internet: Internet) -> None:
     internet.public("r")
     for name in ("a", "b"):

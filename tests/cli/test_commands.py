@@ -68,6 +68,15 @@ def error_text(capsys: pytest.CaptureFixture[str]) -> str:
             "swarm: this machine took part in no run 'nonsense', and knows no peer of it",
         ),
         (["join", "/ip4/1.1.1.1/tcp/1"], "names no peer: an address ends in /p2p/<PeerID>"),
+        (
+            ["join", "/ip4/127.0.0.1/tcp/4000/tls/http/p2p/12D3KooWCXSA1ifn", "--yes"],
+            "swarm: '12D3KooWCXSA1ifn' is too short for a PeerID, by 36 of 52 characters: was the",
+        ),
+        (
+            ["join", "x", "--hours", "5-5", "--yes"],
+            "swarm: Invalid value for '--hours': hours that end when they",
+        ),
+        (["identity", "--identity", str(ROOT / "README.md")], "README.md is no identity file"),
         (["join", "/ip4/300.1.1.1/tcp/1/p2p/x", "--yes"], "swarm: 'x' is not a PeerID"),
         (["join", NOBODY], "swarm: there is no terminal to ask on: pass --yes"),
         (

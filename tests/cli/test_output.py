@@ -43,6 +43,7 @@ FINISHED = events.Finished(
     failed_rounds=0,
     loss_first=5.5,
     loss_last=2.5,
+    validation_first=5.6,
     validation_loss=2.6,
     seconds=3.0,
     sent_bytes=3_600_000,
@@ -70,7 +71,7 @@ def test_plain_lines_have_no_control_characters() -> None:
     assert (
         "epoch 3: loss 2.500  held out 2.600  50 of 150 samples/s  3 peers  sent 1.2 MB  round 0.10 s" in text
     )
-    assert "Loss 5.500 -> 2.500. Contributed 120 samples in 3 rounds; sent 3.6 MB." in text
+    assert "Held-out loss 5.600 -> 2.600. Contributed 120 samples in 3 rounds; sent 3.6 MB." in text
 
 
 def test_json_lines_name_their_event_and_contain_only_json_numbers() -> None:
@@ -166,7 +167,11 @@ def test_a_live_view_draws_progress_and_prints_other_events_above_it() -> None:
         output.emit(EPOCH)
         output.emit(FINISHED)
     text = stream.getvalue()
-    assert text.index("training on cpu") < text.index("Ctrl-C leaves") < text.index("Loss 5.500 -> 2.500")
+    assert (
+        text.index("training on cpu")
+        < text.index("Ctrl-C leaves")
+        < text.index("Held-out loss 5.600 -> 2.600")
+    )
     assert "epoch 3: loss" not in text, "epochs are only drawn"
 
 

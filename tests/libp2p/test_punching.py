@@ -8,21 +8,21 @@ import random
 import pytest
 
 from swarm.core.identity import Identity
-from swarm.libp2p.logic.punching import ATTEMPTS_MAX, PAUSES_S, PEERS_MAX, SLACK_S, Punches
+from swarm.libp2p.logic.punching import ATTEMPTS_MAX, PEERS_MAX, SLACK_S, Punches, pause_s
 
 PEERS = [Identity.generate().peer_id for _ in range(40)]
 
 
 def test_pauses_grow_with_failures_in_a_row_and_a_success_ends_them() -> None:
     punches, now_s = Punches(), 100.0
-    for pause_s in (*PAUSES_S, PAUSES_S[-1]):
+    for wait_s in (60.0, 240.0, 900.0, 900.0):
         assert punches.begin(PEERS[0], now_s, is_asked=False) == ""
         punches.end(PEERS[0], now_s + 2.5, has_worked=False)
-        assert punches.next_s(PEERS[0]) == now_s + 2.5 + pause_s
-        early_s = now_s + pause_s - SLACK_S - 1.0
+        assert punches.next_s(PEERS[0]) == now_s + 2.5 + wait_s
+        early_s = now_s + wait_s - SLACK_S - 1.0
         assert "is due in" in punches.begin(PEERS[0], early_s, is_asked=True)
-        assert "is due in" in punches.begin(PEERS[0], now_s + pause_s, is_asked=False)
-        now_s += 2.5 + pause_s
+        assert "is due in" in punches.begin(PEERS[0], now_s + wait_s, is_asked=False)
+        now_s += 2.5 + wait_s
     assert punches.begin(PEERS[0], now_s - SLACK_S, is_asked=True) == ""  # the other end's clock
     punches.end(PEERS[0], now_s, has_worked=True)
     assert punches.begin(PEERS[0], now_s, is_asked=False) == ""
@@ -50,7 +50,7 @@ def test_no_peer_is_dialed_more_often_than_once_in_half_a_minute_whoever_asks(se
             punches.end(peer_id, now_s, has_worked=False)
     for times in begun.values():
         pauses = [later - earlier for earlier, later in itertools.pairwise(times)]
-        assert all(pause >= PAUSES_S[min(n, 2)] - SLACK_S for n, pause in enumerate(pauses))
+        assert all(pause >= pause_s(n + 1) - SLACK_S for n, pause in enumerate(pauses))
 
 
 def test_peers_that_were_tried_long_ago_are_forgotten() -> None:

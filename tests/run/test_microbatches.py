@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import pytest
@@ -19,6 +19,16 @@ from swarm.run.task import Draw
 
 CPU = torch.device("cpu")
 OWN, OTHER = PeerId(bytes(32)), PeerId(bytes([1]) * 32)
+
+
+@pytest.fixture(autouse=True)
+def few_objects() -> Iterator[None]:
+    """Let the collections that follow a lack of memory visit the objects of the test alone, not those of all
+    modules and earlier tests.
+    """
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def out_of_memory() -> BaseException:

@@ -10,11 +10,15 @@ import pytest
 
 from swarm.core.errors import DeadlineExceeded
 from swarm.core.ids import Contact, Key, PeerId
-from swarm.dht.service.dht_service import DhtService
+from swarm.dht.logic.records import Record
+from swarm.dht.service import replica
+from swarm.dht.service.dht_service import DhtService, NamespaceRules
 from swarm.dht.service.overlay import Overlay
 from swarm.dht.service.upkeep import Upkeep
+from swarm.dht.service.wire import record_from_wire
 from swarm.testing.network import LinkConfig, SimulatedNetwork
 from swarm.testing.virtual_loop import run_virtual
+from swarm.wire.dht_pb2 import DhtRecord
 from tests.sim.dht_scenarios import peer_of, service_of, value_at
 
 
@@ -412,3 +416,33 @@ def test_the_same_seed_gives_the_same_trace() -> None:
         return network.digest
 
     assert run_virtual(scenario()) == run_virtual(scenario())
+
+
+def test_a_record_that_comes_again_is_not_decoded_again_until_the_rules_change_or_it_expires(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decoded: list[str] = []
+    decode = record_from_wire
+
+    def counted(message: DhtRecord) -> Record:
+        decoded.append(message.key.name)
+        return decode(message)
+
+    async def scenario() -> None:
+        network = SimulatedNetwork(seed=5)
+        services = await swarm_of(network, 12)
+        key = Key.parse("again")
+        await services[0].store(key, {"x": 1}, ttl_s=20)
+        reader = next(one for one in services[1:] if not one.overlay.is_replica(key.dht_id))
+        assert await value_at(reader, key) == {"x": 1}
+        monkeypatch.setattr(replica, "record_from_wire", counted)
+        assert await value_at(reader, key) == {"x": 1}
+        assert "again" not in decoded
+        reader.register("public", NamespaceRules(writers=frozenset()))
+        assert await reader.get(key) is None  # the new rules judge it again
+        assert "again" in decoded
+        await asyncio.sleep(21)
+        assert await services[0].get(key) is None
+        await finish(network)
+
+    run_virtual(scenario())

@@ -94,7 +94,7 @@ def lies(monkeypatch: pytest.MonkeyPatch, alter: Callable[[Contribution], Contri
     """The reducer at place LIAR reduces something else than what it was sent; it keeps, and shows, the true
     contributions.
     """
-    reduce = ReductionKernels._reduce_one
+    reduce = ReductionKernels.reduce_one
 
     def lie(
         self: ReductionKernels, chunk: object, contributions: list[Contribution], scratch: object
@@ -102,7 +102,7 @@ def lies(monkeypatch: pytest.MonkeyPatch, alter: Callable[[Contribution], Contri
         given = [alter(item) for item in contributions] if self.own == LIAR else contributions
         return reduce(self, chunk, given, scratch)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(ReductionKernels, "_reduce_one", lie)
+    monkeypatch.setattr(ReductionKernels, "reduce_one", lie)
 
 
 def heavier(item: Contribution) -> Contribution:

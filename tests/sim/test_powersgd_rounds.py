@@ -15,7 +15,7 @@ import torch
 from averaging.allreduce.allreduce import AllReduce
 from averaging.allreduce.config import RoundConfig
 from averaging.allreduce.outcome import RoundOutcome
-from averaging.allreduce.twophase import TwoPhase, _first
+from averaging.allreduce.twophase import TwoPhase, first_group
 from averaging.matchmaking.logic.group import Group, Member
 from averaging.reduction.lowrank import PowerSgd
 from averaging.reduction.powersgd import LowRank
@@ -254,9 +254,9 @@ def test_most_contributors_decide_the_start(seed: int) -> None:
         ]
         drawn = [starts[0], starts[2], starts[1], starts[2], starts[0], starts[2]]
         group = replace(party.group(), gathered=tuple(drawn))
-        assert [member.weight for member in _first(group).members] == [1.0, 0.0, 0.0, 0.0, 1.0, 0.0]
+        assert [member.weight for member in first_group(group).members] == [1.0, 0.0, 0.0, 0.0, 1.0, 0.0]
         tie = replace(group, gathered=(*drawn[:4], starts[2], starts[2]))
-        assert [bool(member.weight) for member in _first(tie).members].count(True) == 1
+        assert [bool(member.weight) for member in first_group(tie).members].count(True) == 1
         await party.close()
 
     run_virtual(scenario())

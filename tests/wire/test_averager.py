@@ -13,6 +13,7 @@ import torch
 
 from averaging.averager import Averager, AveragerConfig
 from averaging.result import RoundResult
+from averaging.service import AveragingService
 from swarm.core.errors import DeadlineExceeded, UsageError
 from swarm.node import Node
 from tests.wire.some_nodes import nodes_of
@@ -304,7 +305,7 @@ def test_a_broken_round_is_retried_with_the_remaining_peers(nodes: list[Node]) -
         leaving = doomed.step(wait=False)
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             futures = [pool.submit(averager.step, timeout_s=20.0) for averager in party.averagers]
-            while not doomed._service.all_reduce.running and not leaving.done:
+            while not guest.service(AveragingService).all_reduce.running and not leaving.done:
                 time.sleep(0.001)
             # as when a process dies: every connection of its is gone
             guest.network.run(guest.channels.close(), 5.0)

@@ -80,7 +80,7 @@ def test_a_median_resists_a_hostile_peer_and_clipping_names_it(nodes: list[Node]
 
 
 def test_a_lying_reducer_is_named_and_left_behind(nodes: list[Node], monkeypatch: pytest.MonkeyPatch) -> None:
-    reduce = ReductionKernels._reduce_one
+    reduce = ReductionKernels.reduce_one
 
     def lie(self: ReductionKernels, chunk: Any, contributions: list[Contribution], scratch: Any) -> Any:
         if self.vector.element(chunk.start) == 7.0:  # the liar's own
@@ -89,7 +89,7 @@ def test_a_lying_reducer_is_named_and_left_behind(nodes: list[Node], monkeypatch
             ]
         return reduce(self, chunk, contributions, scratch)
 
-    monkeypatch.setattr(ReductionKernels, "_reduce_one", lie)
+    monkeypatch.setattr(ReductionKernels, "reduce_one", lie)
     after: list[torch.Tensor] = []
     *honest, lied = step(nodes[:3], [1.0, 2.0, 7.0], "audited", timeout_s=8.0, audit=1.0, out=after)
     liar = nodes[2].peer_id

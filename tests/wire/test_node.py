@@ -161,7 +161,7 @@ def test_a_wrong_argument_leaves_no_thread_or_lock(
 
 
 def test_a_port_that_is_taken_is_refused() -> None:
-    with Node(listen=HERE) as node, pytest.raises(UsageError, match="is the port taken"):
+    with Node(listen=HERE) as node, pytest.raises(UsageError, match="another program has this port"):
         Node(listen=f"127.0.0.1:{node.contact.addresses[0].port}")
 
 

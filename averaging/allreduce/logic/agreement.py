@@ -24,12 +24,12 @@ from averaging.allreduce.logic.votes import VoteExchange
 RESOLVE_S = 2.0
 _CONVERGENCES_MAX = 3  # then a member votes for what it holds
 _INTENTS_S = 2.0  # how long intents of members that live are waited for before averages are compared
-_REASONS_S = 0.2  # to hear why a member is not in all averages, when the round is decided otherwise
+_REASONS_S = 0.2  # time to hear why a member is not in all averages, once the round is decided otherwise
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """The situation of this member: what it holds, and who lives."""
+    """The situation of this member: which averages it holds, and which members are alive."""
 
     complete: bool  # everything that it is to hold is in place
     may_complete: bool  # or it will be, by what is on its way
@@ -42,19 +42,19 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """There is a certificate, and what it is for is in place."""
+    """There is a certificate, and this member holds the averages that it certifies."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """This member cannot commit any more."""
+    """This member can no longer commit."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUpOwnWork:
-    """A majority voted for something else: take nothing more from reducers, and reduce nothing."""
+    """A majority voted for other averages: take no more averages from reducers, and reduce nothing."""
 
 
 class Agreement:
@@ -80,31 +80,33 @@ class Agreement:
 
     @property
     def speaks(self) -> bool:
-        """Return whether there is something to tell, or to ask for, although not everything is in place."""
+        """Return whether this member must exchange votes although some averages are still missing."""
         return self._hopeless_s is not None
 
     # ---- what has happened
 
     def on_audited(self) -> None:
-        """Others' work was looked at, and nothing is wrong with it."""
+        """Record that the audit of other reducers found nothing wrong."""
         self._audited = True
 
     def on_refused(self, reason: str) -> list[Sign]:
-        """The run's history does not allow this member's vote, perhaps not even one for none."""
+        """Record that the run's history does not allow this member's vote, perhaps not even a vote for
+        none.
+        """
         if self._refusal:
             return []
         self._refusal = reason
         return [Sign(b"")]
 
     def on_inventory(self, place: int, inventory: Inventory) -> None:
-        """A member said what it holds of the whole vector."""
+        """Process a member's inventory of the whole vector."""
         if self._adoption is not None:
             self._adoption.on_inventory(place, inventory, len(self._setup.plan.chunks))
         if self._convergence is not None:
             self._convergence.on_inventory(place, inventory)
 
     def on_no_inventory(self, place: int, question: InventoryQuestion, why: str) -> None:
-        """A member could not be asked."""
+        """Record that a member's inventory could not be requested."""
         if question == EVERYTHING:
             if self._adoption is not None:
                 self._adoption.on_no_inventory(place, f"{self._setup.name(place)}: {why}")
@@ -112,12 +114,14 @@ class Agreement:
                 self._convergence.on_no_inventory(place)
 
     def on_member_failed(self, place: int) -> None:
-        """A member failed."""
+        """Record that a member failed."""
         if self._convergence is not None:
             self._convergence.on_no_inventory(place)
 
     def on_fetched(self, chunk: int, version: Version, ok: bool) -> bool:
-        """An average came, or could not be had. Return whether it was asked for here."""
+        """Process the end of a fetch, with an average or without. Return whether this object had asked for
+        it.
+        """
         for part in (self._adoption, self._convergence):
             if part is not None and part.expects(chunk, version):
                 part.on_fetched(chunk, ok)
@@ -127,7 +131,7 @@ class Agreement:
     # ---- what to do now
 
     def decide(self, standing: Standing) -> list[Effect | Commit | Fail | GiveUpOwnWork]:
-        """Vote, compare, adopt what was decided, commit or fail, as what is known allows."""
+        """Return the next actions: vote, compare, adopt a decision, commit or fail."""
         certificate, majority = self._votes.certificate, self._votes.majority
         if self._setup.own_auxiliary:
             if certificate is not None:
@@ -157,8 +161,8 @@ class Agreement:
         return self._vote(standing) if votes else []
 
     def _waits_for_reasons(self, standing: Standing) -> bool:
-        """Return whether to wait a moment with the commit: a member that lives is not in all averages, and
-        the one that knows why has not spoken yet.
+        """Return whether to delay the commit a little: a live member is missing from some averages, and the
+        reducer that knows why has not said so yet.
         """
         if self.adopting:
             return False
@@ -186,7 +190,7 @@ class Agreement:
     def _compare_audits(
         self, digest: bytes, standing: Standing
     ) -> list[Effect | Commit | Fail | GiveUpOwnWork]:
-        """Vote once every contributor that lives holds the same, and found nothing wrong with it."""
+        """Vote once all live contributors hold the same averages and their audits found nothing wrong."""
         self._intend(digest, standing.now_s)
         live = [place for place in self._setup.contributors if place in standing.live]
         intents = [self._votes.intent_of(place) for place in live]
@@ -239,7 +243,7 @@ class Agreement:
     # ---- a majority voted for something else
 
     def _adopt(self, result: bytes, standing: Standing) -> list[Effect | Commit | Fail | GiveUpOwnWork]:
-        """Take what a majority voted for, unless what is missing is on its way."""
+        """Fetch the averages that a majority voted for, unless the missing ones are on their way."""
         if self._adoption is None:
             if not standing.complete and standing.may_complete:
                 return [*self._endorse(result)]
@@ -269,8 +273,8 @@ class Agreement:
     # ---- nothing can be decided any more
 
     def _hope(self, standing: Standing) -> list[Effect | Commit | Fail | GiveUpOwnWork]:
-        """Vote for none once the members that are left are no majority, and fail after some time: what others
-        voted for before they failed may still become known.
+        """Vote for none once the remaining members are no majority, and fail after some time: votes that
+        others cast before they failed may still become known.
         """
         if not self._votes.is_hopeless(standing.live):
             self._hopeless_s = None

@@ -34,7 +34,9 @@ class Assembly:
     def announce(
         self, reducer: int, chunk_index: int, contributors: bytes, payload_bytes: int, clipped: bytes = b""
     ) -> Chunk:
-        """An average came from `reducer`: its chunk. PeerError when it cannot be what it says."""
+        """Record an average that arrives from `reducer`, and return its chunk. Raise PeerError when it
+        contradicts its header.
+        """
         if not 0 <= chunk_index < len(self._plan.chunks) or self._plan.chunks[chunk_index].reducer != reducer:
             raise PeerError(f"an average of chunk {chunk_index}, which it does not reduce")
         chunk = self._plan.chunks[chunk_index]
@@ -48,8 +50,8 @@ class Assembly:
         return chunk
 
     def check(self, chunk_index: int, contributors: bytes, payload_bytes: int) -> None:
-        """PeerError unless this many bytes, with these contributors, can be an average of this chunk:
-        nobody's has no bytes.
+        """Raise PeerError unless an average of this chunk by these contributors has this many bytes. Without
+        contributors it has none.
         """
         places = decode_places(contributors, self._plan.members)
         size = self._codec.encoded_bytes(self._plan.chunks[chunk_index].numel) if places else 0
@@ -60,7 +62,7 @@ class Assembly:
             )
 
     def settle(self, chunk_index: int, version: Version) -> None:
-        """Record that the average of this chunk is good, and held; another version is not held any more."""
+        """Record that the average of this chunk is valid and held; another version of it is dropped."""
         reducer = self._plan.chunks[chunk_index].reducer
         if chunk_index in self._announced:
             self._announced.discard(chunk_index)
@@ -71,7 +73,7 @@ class Assembly:
         self.complete = len(self._settled) == len(self._plan.chunks)
 
     def forget(self, chunk_index: int) -> None:
-        """Drop an announced average, which is no good: another may come, though not from its reducer's
+        """Drop an announced average that is invalid. Another one may arrive, but not on its reducer's
         stream.
         """
         reducer = self._plan.chunks[chunk_index].reducer
@@ -111,8 +113,8 @@ class Assembly:
         return digest_table(self._settled)
 
     def result(self, versions: Mapping[int, Version] | None = None) -> bytes:
-        """Return what members vote on (`make_result`), of these versions of all averages; None: of those that
-        are settled.
+        """Return the result that members vote on (`make_result`), for these versions of all averages; None:
+        for the settled versions.
         """
         table = self._settled if versions is None else versions
         found = self._elements({index: version.contributors for index, version in table.items()})

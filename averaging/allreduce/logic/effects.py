@@ -72,7 +72,7 @@ class HaltReduction:
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """Look at others' work."""
+    """Audit other reducers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Sign:
 
 @dataclass(frozen=True, slots=True)
 class Ping:
-    """Ask a member whether it lives; `probe`: because its connection broke."""
+    """Send a heartbeat to a member; `probe`: its connection broke."""
 
     place: int
     timeout_s: float
@@ -96,8 +96,8 @@ class Ping:
 
 @dataclass(frozen=True, slots=True)
 class AskVotes:
-    """Tell a member what this one knows of the votes, and ask what it knows. This replaces an earlier call
-    to the same member.
+    """Send a member the votes that this one knows, and ask for those that it knows. This replaces an earlier
+    call to the same member.
     """
 
     place: int
@@ -106,7 +106,7 @@ class AskVotes:
 
 @dataclass(frozen=True, slots=True)
 class AskInventory:
-    """Ask a member what it holds."""
+    """Ask a member for its inventory."""
 
     place: int
     question: InventoryQuestion
@@ -176,7 +176,7 @@ class AnswerInventory:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The round has ended for this member."""
+    """End the round for this member."""
 
     failure: str | None  # None: it is committed, and every average is in place
     certificate: Certificate | None  # also of a failed round, when the others committed it

@@ -19,7 +19,7 @@ from swarm.core.ids import PeerId
 
 @dataclass(frozen=True, slots=True)
 class AverageArrived:
-    """A reducer's average of a chunk came. Its bytes are kept until they are checked."""
+    """A reducer's average of a chunk arrived. Its bytes are kept until they are checked."""
 
     reducer: int
     chunk: int
@@ -30,7 +30,7 @@ class AverageArrived:
 
 @dataclass(frozen=True, slots=True)
 class AverageChecked:
-    """The bytes of an average were checked and kept; `digest` is None when they are no average."""
+    """The bytes of an average were checked and kept; `digest` is None when they are invalid."""
 
     chunk: int
     digest: bytes | None
@@ -39,7 +39,7 @@ class AverageChecked:
 
 @dataclass(frozen=True, slots=True)
 class RefusalArrived:
-    """A reducer takes no more of this member's values."""
+    """A reducer refuses further values of this member."""
 
     reducer: int
     reason: str
@@ -47,7 +47,7 @@ class RefusalArrived:
 
 @dataclass(frozen=True, slots=True)
 class WaitingArrived:
-    """A reducer has nothing to give because another member's values have not come."""
+    """A reducer has no average to send because another member's values are missing."""
 
     reducer: int
 
@@ -90,7 +90,7 @@ class SenderOpened:
 
 @dataclass(frozen=True, slots=True)
 class ContributionArrived:
-    """A member's values of a chunk came, and are kept."""
+    """A member's values of a chunk arrived and are kept."""
 
     sender: int
     chunk: int
@@ -99,7 +99,7 @@ class ContributionArrived:
 
 @dataclass(frozen=True, slots=True)
 class SenderFailed:
-    """A member's stream goes on, and its values count no more: it broke the protocol, or withdrew."""
+    """A member's values no longer count, because it broke the protocol or withdrew; its stream stays open."""
 
     sender: int
     reason: str
@@ -114,7 +114,7 @@ class SenderFinished:
 
 @dataclass(frozen=True, slots=True)
 class SenderStreamBroke:
-    """The stream that a member had opened is gone."""
+    """The stream that a member had opened broke."""
 
     sender: int
     why: str
@@ -125,7 +125,7 @@ class SenderStreamBroke:
 
 @dataclass(frozen=True, slots=True)
 class BytesArrived:
-    """A message, or a frame of one, came from a member on a stream; `averages`: on one that this member
+    """A message, or a frame of one, arrived from a member; `averages`: on a stream that this member
     opened.
     """
 
@@ -146,7 +146,7 @@ class BytesSent:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPrepared:
-    """The memory that the round needs is there."""
+    """The memory that the round needs was allocated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +161,9 @@ class ChunkReduced:
 
 @dataclass(frozen=True, slots=True)
 class ChunkSpoiled:
-    """A chunk could not be averaged because of the values of these members; of none: the sum overflows."""
+    """A chunk could not be averaged because of the values of these members; without any, the sum itself
+    overflows.
+    """
 
     chunk: int
     flaws: Mapping[int, str]
@@ -169,14 +171,14 @@ class ChunkSpoiled:
 
 @dataclass(frozen=True, slots=True)
 class OwnValuesExcluded:
-    """This member's own values cannot be sent, and count no more."""
+    """This member's own values cannot be sent, and no longer count."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Audited:
-    """Others' work was looked at; `finding` is "" when nothing is wrong."""
+    """The audit of other reducers ended; `finding` is "" when nothing is wrong."""
 
     finding: str
 
@@ -197,7 +199,7 @@ class SigningRefused:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """This member gives the round up."""
+    """This member ends its part in the round."""
 
     reason: str
 
@@ -217,7 +219,7 @@ class PingAnswered:
 
 @dataclass(frozen=True, slots=True)
 class VotesAnswered:
-    """A member answered this member's votes with what it knows."""
+    """A member answered this member's votes with those that it knows."""
 
     place: int
     statement: Statement
@@ -225,7 +227,7 @@ class VotesAnswered:
 
 @dataclass(frozen=True, slots=True)
 class InventoryAnswered:
-    """A member said what it holds."""
+    """A member sent its inventory."""
 
     place: int
     question: InventoryQuestion
@@ -234,7 +236,7 @@ class InventoryAnswered:
 
 @dataclass(frozen=True, slots=True)
 class ChunkFetched:
-    """An average was fetched, checked and kept, or (`ok` False) could not be had."""
+    """An average was fetched, checked and kept, or (`ok` False) could not be fetched."""
 
     place: int
     chunk: int
@@ -244,8 +246,8 @@ class ChunkFetched:
 
 @dataclass(frozen=True, slots=True)
 class ContributionFetched:
-    """A member's values of a chunk that this member takes over came, because this member fetched them or it
-    offered them; `error` is not "" when they did not.
+    """A member's values of a chunk that this member takes over arrived, fetched or offered; with an `error`
+    they did not arrive.
     """
 
     place: int
@@ -256,7 +258,7 @@ class ContributionFetched:
 
 @dataclass(frozen=True, slots=True)
 class OfferEnded:
-    """This member's offer of values was taken, or not."""
+    """This member's offer of values was accepted or refused."""
 
     place: int
     chunk: int
@@ -285,14 +287,14 @@ class Endorsed:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """A call of a member came."""
+    """A call of a member arrived."""
 
     place: int
 
 
 @dataclass(frozen=True, slots=True)
 class VotesAsked:
-    """A member says what it knows of the votes, and asks what this one knows."""
+    """A member sends the votes that it knows, and asks for those that this one knows."""
 
     call: int
     place: int
@@ -301,7 +303,7 @@ class VotesAsked:
 
 @dataclass(frozen=True, slots=True)
 class InventoryAsked:
-    """A member asks what this member holds."""
+    """A member asks for this member's inventory."""
 
     call: int
     place: int
@@ -310,7 +312,7 @@ class InventoryAsked:
 
 @dataclass(frozen=True, slots=True)
 class CallEnded:
-    """A member that asked does not wait any more."""
+    """A member no longer waits for an answer."""
 
     call: int
 

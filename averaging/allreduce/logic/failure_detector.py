@@ -171,8 +171,8 @@ class FailureDetector:
         return heartbeats, dead
 
     def _rests(self, peer: _Peer) -> bool:
-        """Return whether the member gets fewer heartbeats: it exchanges no values with this one, it is one of
-        many, or it has answered, or sent heartbeats, promptly.
+        """Return whether the member gets fewer heartbeats: it exchanges no values with this one, is one of
+        many, or has answered or sent heartbeats promptly.
         """
         is_prompt = peer.signs >= _SIGNS_MIN and _SLACK * peer.pause_s <= PROBE_S
         return peer.distant or self._is_crowd or is_prompt

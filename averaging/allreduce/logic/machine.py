@@ -1,7 +1,7 @@
 """One running round of one member, as a pure state machine.
 
-`begin`, `step(event, now_s)` and `tick(now_s)` return effects; a driver performs these, and feeds what comes
-of them back as events. The machine composes its parts, each of which returns values: `Membership` (who is
+`begin`, `step(event, now_s)` and `tick(now_s)` return effects; a driver performs these, and feeds their
+results back as events. The machine composes its parts, each of which returns values: `Membership` (who is
 alive), `OwnShard` (what this member reduces), `ReducerStreams` and `Assembly` (which averages are in place),
 `Repairs` (lost reducers), `VoteExchange` and `Agreement` (votes, and what they decide).
 """
@@ -59,7 +59,7 @@ class RoundMachine:
         return [*self.reducers.begin(), *self.shard.begin(self.contributes)]
 
     def step(self, event: on.Event, now_s: float) -> list[Effect]:
-        """Take an event, and return what is to be done now."""
+        """Process an event, and return the effects to perform now."""
         self._now_s = now_s
         effects = self._handlers[type(event)](event)
         if type(event) not in on.WITHOUT_CONSEQUENCES:
@@ -99,7 +99,7 @@ class RoundMachine:
 
     @property
     def state(self) -> RoundState:
-        """Return what to answer to heartbeats."""
+        """Return the state that answers to heartbeats report."""
         if self.finished is None:
             return RoundState.RUNNING
         return RoundState.COMMITTED if self.finished.failure is None else RoundState.FAILED
@@ -381,7 +381,7 @@ class RoundMachine:
         return [*self.shard.leave_out(sender, reason, own=self.contributes)]
 
     def _lose(self, reducer: int, reason: str, *, trusted: bool = False) -> list[Effect]:
-        """Take nothing more from this reducer's stream. `trusted`: what it has may still be asked for."""
+        """Stop reading this reducer's stream. `trusted`: averages that it holds may still be requested."""
         if reducer not in self.setup.plan.reducers or reducer == self._own or self.finished is not None:
             return []
         if self.setup.audited:  # a successor could not be audited, nor could what it reduced
@@ -396,7 +396,7 @@ class RoundMachine:
         return [*self.reducers.close(reducer)]
 
     def _heed_loss(self, reducer: int, place: int) -> list[Effect]:
-        """A member has lost this reducer: does it live in this member's view?"""
+        """Process the report of a member that has lost this reducer, which may be alive."""
         if reducer == self._own or reducer not in self.setup.plan.reducers or self.repairs.knows(reducer):
             return []
         effects = self._suspect(reducer, Suspicion(f"{self.setup.name(place)} has lost it"))
@@ -406,7 +406,7 @@ class RoundMachine:
         return effects
 
     def _pace(self) -> list[Effect]:
-        """Go on without members that live and hold the others up."""
+        """Continue without live members that delay the others."""
         effects: list[Effect] = [*self.shard.pace(self.contributes, self._now_s)]
         for place, why in self.reducers.stalled(self._now_s):
             effects += [*self.repairs.give_up(place, self.contributes, why), *self._lose(place, why)]
@@ -415,8 +415,8 @@ class RoundMachine:
         return effects + self.repairs.pace(self.contributes, self._now_s)
 
     def _somebody_contributes(self, reducer: int) -> bool:
-        """Return whether anybody lives, beside this reducer, that has something to contribute. Then its word
-        that nobody does is not taken.
+        """Return whether a live member beside this reducer contributes, which refutes its claim that nobody
+        does.
         """
         live = self.membership.live - {reducer, self._own}
         return self.contributes or any(self.setup.weights[place] > 0 for place in live)
@@ -425,7 +425,7 @@ class RoundMachine:
 
     @property
     def _complete(self) -> bool:
-        """Return whether everything that this member is to hold is in place."""
+        """Return whether this member holds all averages that it must hold."""
         if not self._prepared:
             return False
         if self.setup.own_auxiliary:

@@ -18,7 +18,7 @@ JOIN_S = 5.0  # for a member that lives to begin the round
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A member failed, or (`gave_up`) lives and refuses to be in the round."""
+    """A member failed, or (`gave_up`) is alive and has left the round."""
 
     place: int
     why: str
@@ -27,7 +27,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Suspicion:
-    """Why a member is being probed, and what to do with its streams if it lives."""
+    """The reason for which a member is being probed, and what to do with its streams if it is alive."""
 
     why: str
     lost_reducer: str = ""  # why it is lost as a reducer, although it lives; "": it is not
@@ -43,7 +43,7 @@ class Alive:
 
 
 class Membership:
-    """The members of one round, by place. Every method returns what follows from it."""
+    """The members of one round, by place. Every method returns the changes that follow from the call."""
 
     def __init__(self, setup: RoundSetup) -> None:
         self._setup = setup
@@ -62,12 +62,12 @@ class Membership:
         self._probed_again: set[int] = set()
 
     def heard(self, place: int) -> list[Effect]:
-        """Something came from a member."""
+        """Record that a message arrived from a member."""
         self.detector.heard(place)
         return []
 
     def sent(self, place: int) -> list[Effect]:
-        """Something was sent to a member."""
+        """Record that a message was sent to a member."""
         self.detector.sent(place)
         return []
 
@@ -83,7 +83,7 @@ class Membership:
         return found
 
     def suspect(self, place: int, suspicion: Suspicion) -> list[Ping | Alive]:
-        """Probe a member now because a connection broke. It has failed unless it answers."""
+        """Probe a member now because a connection broke. Without an answer it is marked failed."""
         if place in self.failed:
             return []
         if not self._setup.can_dial(place):  # it cannot be asked; its silence will tell
@@ -95,7 +95,7 @@ class Membership:
     def on_answer(
         self, place: int, state: RoundState, reason: str, round_trip_s: float, now_s: float
     ) -> list[Alive | Failure]:
-        """A heartbeat or a probe was answered."""
+        """Process the answer to a heartbeat or a probe."""
         self.detector.answered(place, round_trip_s)
         self._probed_again.discard(place)
         suspicions = self._suspects.pop(place, [])
@@ -114,7 +114,7 @@ class Membership:
         return [Alive(place, suspicion) for suspicion in suspicions]
 
     def on_no_answer(self, ping: Ping, failure: CallFailure, why: str) -> list[Ping | Failure]:
-        """A heartbeat or a probe was not answered."""
+        """Process a heartbeat or a probe that was not answered."""
         place = ping.place
         self.detector.unanswered(place)
         if place in self.failed:

@@ -1,4 +1,4 @@
-"""This member's streams to the reducers of a round, and the averages that come on them. Pure."""
+"""This member's streams to the reducers of a round, and the averages that arrive on them. Pure."""
 
 from __future__ import annotations
 
@@ -47,39 +47,46 @@ class ReducerStreams:
     def on_average(
         self, reducer: int, chunk: int, contributors: bytes, clipped: bytes, size_bytes: int
     ) -> CheckAverage:
-        """An average came. Raise PeerError when it cannot be what it says."""
+        """Record an average that arrived. Raise PeerError when it contradicts its header."""
         self._assembly.announce(reducer, chunk, contributors, size_bytes, clipped)
         self._unchecked[chunk] = contributors, clipped
         return CheckAverage(chunk, contributors, clipped)
 
     def on_checked(self, chunk: int, digest: bytes | None) -> bool:
-        """The bytes of an average were checked. Return whether they are good."""
+        """Record that the bytes of an average were checked. Return whether they are valid."""
         contributors, clipped = self._unchecked.pop(chunk)
         if digest is None:
             self._assembly.forget(chunk)
             return False
+        reducer = self._setup.plan.chunks[chunk].reducer
+        if self._is_doubted(reducer):
+            self._stragglers.worked(reducer)
         self._assembly.settle(chunk, Version(0, contributors, digest, clipped))
         return True
 
     def on_bytes(self, reducer: int, size_bytes: int) -> None:
-        """A message of a reducer came, or a frame of one."""
-        self._stragglers.worked(reducer)
+        """Record that a message of a reducer, or a frame of one, arrived."""
         self._eta.came(reducer, size_bytes)
+        if not self._is_doubted(reducer):
+            self._stragglers.worked(reducer)
 
     def on_sent(self, reducer: int) -> None:
-        """A reducer took a chunk of this member's values."""
+        """Record that a reducer took a chunk of this member's values."""
         self._stragglers.worked(reducer)
 
     def on_waiting(self, reducer: int, now_s: float) -> None:
-        """A reducer waits for another member."""
-        self._eta.excused(reducer, now_s)
+        """Record that a reducer says that it waits for another member. Of one with faults in earlier rounds
+        this excuses nothing.
+        """
+        if not self._is_doubted(reducer):
+            self._eta.excused(reducer, now_s)
 
     def on_ended(self, reducer: int) -> None:
-        """A stream has ended."""
+        """Record that a stream has ended."""
         self._open.discard(reducer)
 
     def close(self, reducer: int) -> list[CloseStream]:
-        """End a stream, if it stands."""
+        """End a stream, if it is open."""
         if reducer not in self._open:
             return []
         self._open.discard(reducer)
@@ -90,7 +97,7 @@ class ReducerStreams:
         return [effect for reducer in sorted(self._open) for effect in self.close(reducer)]
 
     def stalled(self, now_s: float) -> list[tuple[int, str]]:
-        """Return the reducers that take and give nothing, and say so in a sentence."""
+        """Return the reducers that neither take nor send anything, each with a sentence about it."""
         return [
             (
                 place,
@@ -100,13 +107,17 @@ class ReducerStreams:
         ]
 
     def slow(self, now_s: float) -> list[tuple[int, str]]:
-        """Return the reducers that work, and too slowly for the time of the round, and why."""
+        """Return the reducers that are too slow for the time of the round, each with the reason."""
         self._eta.due_s = self._setup.due_s(REDUCER_SHARE)
         left_s = self._setup.deadline_s - now_s
         return [
             (place, f"its averages {too_late(more_s)}; the round has {left_s:.0f} s")
             for place, more_s in self._eta.late(self._waited_for(), now_s)
         ]
+
+    def _is_doubted(self, reducer: int) -> bool:
+        """Return whether averages alone, and no other message, are a sign of work of this reducer."""
+        return self._setup.peer_id(reducer) in self._setup.group.doubted
 
     def _waited_for(self) -> list[int]:
         return [place for place in self._open if self.outstanding(place)]

@@ -40,7 +40,7 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class Redo:
-    """Reduce this chunk again."""
+    """Reduce this chunk again on this member."""
 
     chunk: int
 
@@ -74,14 +74,16 @@ def attempt(reducer: int, place: int, members: int) -> int:
 
 
 class Repair:
-    """One lost shard. Told of what others hold and what succeeded; `poll` says what to do now, each thing
-    once until it is answered for.
+    """One lost shard. It is told which averages other members hold and which actions succeeded; `poll`
+    returns the actions to take, each once until its outcome is reported.
     """
 
     def __init__(
         self, reducer: int, *, own: int, dialable: Iterable[int], members: int, trusted: bool
     ) -> None:
-        """`trusted`: the reducer lives, only the way to it broke: it may still be asked for what it has."""
+        """Start the repair. `trusted`: the reducer is alive and only the connection broke, so averages that
+        it holds may still be requested.
+        """
         self.reducer = reducer
         self._own = own
         self._dialable = frozenset(dialable)
@@ -111,7 +113,7 @@ class Repair:
 
     @property
     def lacking(self) -> frozenset[int]:
-        """Return the chunks that are still to come."""
+        """Return the chunks that are still missing."""
         return frozenset(self._lacking)
 
     @property
@@ -127,7 +129,7 @@ class Repair:
     # ---- events
 
     def lack(self, chunks: Iterable[int]) -> None:
-        """Add chunks that are wanted."""
+        """Add chunks that this member needs."""
         self._lacking |= set(chunks)
 
     def mark_failed(self, place: int) -> None:
@@ -135,12 +137,14 @@ class Repair:
         self._living.discard(place)
 
     def distrust(self) -> None:
-        """Expect nothing more of the lost reducer."""
+        """Stop requesting averages from the lost reducer."""
         self.trusted = False
         self._living.discard(self.reducer)
 
     def wait_no_more(self) -> None:
-        """Reduce again what nobody holds, although a member says that it may still come to it."""
+        """Reduce chunks that nobody holds again, although a member says that their averages may still reach
+        it.
+        """
         self._waits = False
 
     def pass_over(self) -> None:
@@ -149,7 +153,7 @@ class Repair:
             self._passed_over.add(self.owner)
 
     def on_report(self, place: int, held: Mapping[int, Version], sealed: bool) -> None:
-        """A member said what it holds."""
+        """Process a member's inventory."""
         report = self._reports[place]
         # that nobody contributes is believed of who found it out alone
         made = attempt(self.reducer, place, self._members)
@@ -163,21 +167,21 @@ class Repair:
             report.held, report.sealed = {}, True
 
     def pause(self, place: int) -> None:
-        """Do not ask this member again before `on_silence`."""
+        """Stop asking this member until `on_silence`."""
         self._reports[place].asking = True
 
     def on_silence(self, place: int) -> None:
-        """A member could not be asked, or refused, or the pause is over: it is asked again."""
+        """Ask a member again: it could not be asked, it refused, or its pause is over."""
         self._reports[place].asking = False
 
     def on_held(self, chunk: int) -> None:
-        """Record that a chunk is in place, however it came."""
+        """Record that a chunk is in place, from any source."""
         self._lacking.discard(chunk)
         self._busy.discard(chunk)
         self._redoing.discard(chunk)
 
     def on_failed(self, take: Take) -> None:
-        """That member could not give that average."""
+        """Record that a member could not send an average."""
         self._failed.add((take.chunk, take.place, take.version.digest))
         self._reports[take.place].failures += 1
         self._busy.discard(take.chunk)

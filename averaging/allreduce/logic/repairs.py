@@ -1,7 +1,7 @@
-"""The repair of all reducers that this member has lost in a round: what to ask of which member, the chunks
+"""The repair of all reducers that this member has lost in a round: the requests to other members, the chunks
 that this member reduces in their place, and its answers to members that repair. Pure.
 
-None of it happens in a round in which nothing fails. `Repair` decides for one shard.
+In a round without failures none of this runs. `Repair` decides for one shard.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from averaging.allreduce.logic.values import Inventory, InventoryQuestion
 from averaging.allreduce.logic.versions import Version
 
 _QUESTION_S = 1.0  # how long a member that asks what is held waits for news
-_RETRY_S = 0.1  # before a member that could not be asked, or said nothing new, is asked again
+_RETRY_S = 0.1  # pause before a member that could not be asked, or said nothing new, is asked again
 # How long values may take that are fetched again: this share of the time that the round has left, and at most
 # FETCH_S.
 _FETCH_SHARE = 0.4
@@ -76,7 +76,9 @@ class Repairs:
     # ---- what has happened
 
     def lose(self, reducer: int, reason: str, *, trusted: bool, now_s: float) -> None:
-        """Nothing more comes on this reducer's stream. `trusted`: it may be asked for what it has."""
+        """Start the repair of a reducer whose stream ended. `trusted`: averages that it holds may be
+        requested.
+        """
         if reducer not in self.lost:
             self.lost[reducer] = f"{self._setup.name(reducer)} was lost as a reducer: {reason}"
         if reducer not in self._repairs:
@@ -85,7 +87,7 @@ class Repairs:
             self._repairs[reducer].distrust()
 
     def help(self, reducer: int, *, trusted: bool, now_s: float) -> None:
-        """Another member has lost this reducer: this one may have to take over."""
+        """Start the repair of a reducer that another member has lost: this member may have to take over."""
         if reducer in self._repairs:
             return
         repair = Repair(
@@ -106,8 +108,8 @@ class Repairs:
         return reducer in self._repairs
 
     def give_up(self, place: int, own: bool, why: str = "it failed") -> list[Effect]:
-        """Expect nothing more of a member, neither its own values nor chunks of others: it failed, or it
-        lives and stalls. Of two that stall each would otherwise be waited for as the other's successor.
+        """Stop waiting for a member, both for its own values and for chunks of others: it failed, or is alive
+        and stalls. Otherwise two stalled members would be waited for as each other's successors.
         """
         self._gone.add(place)
         for repair in self._repairs.values():
@@ -120,7 +122,7 @@ class Repairs:
     def on_inventory(
         self, place: int, question: InventoryQuestion, inventory: Inventory, now_s: float
     ) -> list[Effect]:
-        """A member said what it holds of a lost reducer's shard."""
+        """Process a member's inventory of a lost reducer's shard."""
         found: list[Effect] = []
         for chunk in inventory.wanted:
             if chunk < len(self._setup.plan.chunks) and (place, chunk) not in self._offered:
@@ -138,17 +140,17 @@ class Repairs:
         return found
 
     def on_offer_ended(self, place: int, chunk: int, taken: bool) -> None:
-        """This member's offer was taken, or is to be repeated when the member asks again."""
+        """Record that this member's offer was accepted, or must be repeated when the member asks again."""
         if not taken:
             self._offered.discard((place, chunk))
 
     def on_no_inventory(self, place: int, question: InventoryQuestion, now_s: float) -> None:
-        """A member could not be asked, or refused."""
+        """Record that a member could not be asked, or refused."""
         if question.reducer in self._repairs:
             self._retries.append((now_s + _RETRY_S, question.reducer, place))
 
     def on_fetched(self, place: int, chunk: int, version: Version, ok: bool) -> None:
-        """An average that `poll` asked for came and was settled, or could not be had."""
+        """Record that an average requested by `poll` was settled, or could not be fetched."""
         repair = self._repairs.get(self._setup.plan.chunks[chunk].reducer)
         if repair is None:
             return
@@ -188,7 +190,7 @@ class Repairs:
     def on_contribution(
         self, place: int, chunk: int, size_bytes: int, error: str, *, own: bool
     ) -> list[Effect]:
-        """A member's values of a chunk that this member takes over came, or did not."""
+        """Process the values of a chunk that this member takes over, or the failure to get them."""
         takeover = self._takeovers.get(chunk)
         if takeover is None or place not in takeover.waiting:
             return []
@@ -203,14 +205,14 @@ class Repairs:
         return self._reduce(chunk, takeover, own)
 
     def on_reduced(self, chunk: int) -> None:
-        """A chunk that this member took over was averaged and settled."""
+        """Record that a chunk that this member took over was averaged and settled."""
         self._takeovers.pop(chunk, None)
         repair = self._repairs.get(self._setup.plan.chunks[chunk].reducer)
         if repair is not None:
             repair.on_held(chunk)
 
     def on_spoiled(self, chunk: int, flaws: Mapping[int, str]) -> list[Effect]:
-        """A chunk could not be averaged because of these members: average it again without them."""
+        """Average a chunk again without these members, whose values made it fail."""
         takeover = self._takeovers[chunk]
         for place, flaw in flaws.items():
             if place != self._setup.own:
@@ -223,7 +225,7 @@ class Repairs:
     # ---- what to do now
 
     def poll(self, own: bool, now_s: float) -> list[Effect]:
-        """Return what is to be done now, each thing once until it is answered for. `own`: this member
+        """Return the actions to take now, each once until its outcome is reported. `own`: this member
         contributes.
         """
         found: list[Effect] = []
@@ -250,8 +252,8 @@ class Repairs:
         return found
 
     def pace(self, own: bool, now_s: float) -> list[Effect]:
-        """Do not wait for ever for a reducer that lives and whose stream broke, for its averages that are on
-        their way to others, for a successor, or for offers.
+        """Limit the waits: for a live reducer whose stream broke, for its averages on their way to others,
+        for a successor, and for offers.
         """
         for reducer, repair in self._repairs.items():
             if repair.lacking and now_s - self._lost_s[reducer] > REDUCER_S:
@@ -270,7 +272,7 @@ class Repairs:
         return found
 
     def sealed(self, reducer: int | None) -> bool:
-        """Return whether this member will accept no average of this reducer any more."""
+        """Return whether this member accepts no further averages of this reducer."""
         if reducer is None or (self._setup.own_auxiliary and reducer != self._setup.own):
             return True
         if self._assembly.arriving(reducer):
@@ -281,11 +283,11 @@ class Repairs:
     # ---- members that ask what is held here
 
     def on_question(self, call: int, place: int, question: InventoryQuestion, now_s: float) -> None:
-        """A member asks."""
+        """Record a member's question."""
         self._questions[call] = place, question, now_s + (_QUESTION_S if question.wait else 0.0)
 
     def on_call_ended(self, call: int) -> None:
-        """A member does not wait any more."""
+        """Record that a member no longer waits for an answer."""
         self._questions.pop(call, None)
 
     def answers(self, over: bool, now_s: float) -> list[AnswerInventory]:
@@ -320,12 +322,14 @@ class Repairs:
         return min(FETCH_S, max(_FETCH_SHARE * (self._setup.deadline_s - now_s), 0.001))
 
     def _successor_detector(self, now_s: float) -> StragglerDetector:
-        """A successor gets more time for a chunk than the values of other members may take it."""
+        """Return a straggler detector for a successor, which gets more time for a chunk than the values of
+        other members may take.
+        """
         return StragglerDetector(self._fetch_timeout_s(now_s) + SENDER_S, now_s)
 
     def _pace_successor(self, reducer: int, repair: Repair, now_s: float) -> None:
-        """Pass a successor over that lives and has made nothing for too long. A member that repairs nothing
-        itself, as an auxiliary one, does so only while others ask it as the next successor.
+        """Pass over a live successor that has made nothing for too long. A member that repairs nothing
+        itself, such as an auxiliary one, does so only while others ask it as the next successor.
         """
         owner = repair.owner
         waited_for = [] if owner is None or repair.owned else [owner]

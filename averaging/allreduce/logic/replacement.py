@@ -1,5 +1,5 @@
-"""The replacement of averages that this member holds by those that others hold: before a vote, by what most
-hold, and after a decision, by what was decided. Pure.
+"""The replacement of averages that this member holds by those that others hold: before a vote by the versions
+that most members hold, and after a decision by the certified versions. Pure.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ EVERYTHING = InventoryQuestion()
 
 
 class ChunkFetches:
-    """Fetches of averages that differ from what is held, each from one of its holders after the other."""
+    """Fetches of averages in other versions than this member holds; the holders of each are asked in turn."""
 
     def __init__(self, chosen: Mapping[int, tuple[Version, Sequence[int]]], assembly: Assembly) -> None:
-        """`chosen`: by chunk, the version to have and the members that hold it."""
+        """Start. `chosen`: by chunk, the version to fetch and the members that hold it."""
         self._todo: deque[tuple[int, Version, list[int]]] = deque()
         self._busy: dict[int, tuple[Version, list[int]]] = {}
         for chunk, (version, places) in chosen.items():
@@ -31,11 +31,11 @@ class ChunkFetches:
 
     @property
     def done(self) -> bool:
-        """Return whether nothing is left to fetch, or nobody could give it."""
+        """Return whether nothing is left to fetch, or nobody could send it."""
         return not self._todo and not self._busy
 
     def next(self) -> list[FetchChunk]:
-        """Return the fetches to begin now."""
+        """Return the fetches to start now."""
         found = []
         while self._todo and len(self._busy) < _FETCHES_MAX:
             chunk, version, places = self._todo.popleft()
@@ -45,11 +45,11 @@ class ChunkFetches:
         return found
 
     def expects(self, chunk: int, version: Version) -> bool:
-        """Return whether this fetch was begun here."""
+        """Return whether this object started the fetch."""
         return chunk in self._busy and self._busy[chunk][0] == version
 
     def on_fetched(self, chunk: int, ok: bool) -> None:
-        """A fetch has ended."""
+        """Record that a fetch has ended."""
         version, places = self._busy.pop(chunk)
         if not ok and places:
             self._todo.appendleft((chunk, version, places))
@@ -103,11 +103,11 @@ class Adoption:
             self.why, self._asked = why, None
 
     def expects(self, chunk: int, version: Version) -> bool:
-        """Return whether this fetch was begun here."""
+        """Return whether this object started the fetch."""
         return self._fetches is not None and self._fetches.expects(chunk, version)
 
     def on_fetched(self, chunk: int, ok: bool) -> None:
-        """A fetch has ended."""
+        """Record that a fetch has ended."""
         assert self._fetches is not None
         self._fetches.on_fetched(chunk, ok)
 
@@ -158,10 +158,10 @@ class Convergence:
         self._waiting.discard(place)
 
     def expects(self, chunk: int, version: Version) -> bool:
-        """Return whether this fetch was begun here."""
+        """Return whether this object started the fetch."""
         return self._fetches is not None and self._fetches.expects(chunk, version)
 
     def on_fetched(self, chunk: int, ok: bool) -> None:
-        """A fetch has ended."""
+        """Record that a fetch has ended."""
         assert self._fetches is not None
         self._fetches.on_fetched(chunk, ok)

@@ -1,5 +1,5 @@
-"""The facts that are fixed when a round begins: the group, this member's place in it, the cut, and what is
-voted on.
+"""The facts that are fixed when a round begins: the group, this member's place in it, the division of the
+vector, and the proposal to vote on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from swarm.core.ids import PeerId
 
 
 def proposal_of(group: Group, history: RoundLineage | None) -> Proposal:
-    """Return what the members of this group vote on, apart from the result."""
+    """Return the proposal that the members of this group vote on; it does not contain the result."""
     contributors = tuple(member.peer_id for member in group.members if member.weight > 0.0)
     electors = history.electors if history is not None else ()
     register = history.register if history is not None else NEW_REGISTER
@@ -69,7 +69,7 @@ def proposal_of(group: Group, history: RoundLineage | None) -> Proposal:
 
 
 def _grid_rounds(group: Group) -> int:
-    """Return how many rounds the next epoch has: the median of what the contributors say."""
+    """Return how many rounds the next epoch has: the median of the contributors' numbers."""
     said = sorted(
         member.grid_rounds for member in group.members if member.weight > 0.0 and member.grid_rounds
     )
@@ -78,8 +78,8 @@ def _grid_rounds(group: Group) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class RoundSetup:
-    """A round as one member begins it. Members are places in the group. What follows from the fields is asked
-    for after every event of the round, and computed once.
+    """A round as one member begins it. Members are places in the group. Derived values are cached, because
+    they are used after every event of the round.
     """
 
     group: Group

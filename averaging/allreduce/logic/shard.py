@@ -1,5 +1,5 @@
-"""The shard that this member reduces: whose values came, which chunks can be averaged, and the senders that
-are too slow. Pure; the values themselves are elsewhere.
+"""The shard that this member reduces: the values that arrived, the chunks that can be averaged, and the
+senders that are too slow. Pure; the values themselves are elsewhere.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ AHEAD_MAX = 32  # chunks of one sender that are held while others' are missing; 
 
 
 class OwnShard:
-    """The reduction of this member's shard. Every method returns what is to be done now."""
+    """The reduction of this member's shard. Methods return the actions to take now."""
 
     def __init__(self, setup: RoundSetup) -> None:
         self._setup = setup
@@ -59,11 +59,11 @@ class OwnShard:
         return self.chunks[nth].index if nth < len(self.chunks) else None
 
     def remaining(self, sender: int) -> int:
-        """Return how many chunks of this sender are still to come."""
+        """Return how many chunks of this sender are still missing."""
         return self._reduction.remaining(sender)
 
     def is_ahead(self, sender: int) -> bool:
-        """Return whether this sender is to be read no further for now, because others are behind."""
+        """Return whether to stop reading from this sender for now, because other senders are behind."""
         return sender not in self.left_out and self._reduction.ahead(sender) > AHEAD_MAX
 
     def waited_for(self, own: bool) -> list[int]:
@@ -71,16 +71,16 @@ class OwnShard:
         return self._reduction.waited_for(own)
 
     def opened(self, sender: int) -> None:
-        """A sender opened its stream."""
+        """Record that a sender opened its stream."""
         self._stragglers.worked(sender)
 
     def on_bytes(self, sender: int, size_bytes: int) -> None:
-        """A message of a sender came, or a frame of one."""
+        """Record that a message of a sender, or a frame of one, arrived."""
         self._stragglers.worked(sender)
         self._eta.came(sender, size_bytes)
 
     def accept(self, sender: int, chunk: int, size_bytes: int, own: bool) -> list[Reduce]:
-        """A sender's values of a chunk came. Raise PeerError when these were not to come."""
+        """Accept a sender's values of a chunk. Raise PeerError when this chunk was not expected."""
         expected = self.expected(sender)
         if chunk != expected:
             wanted = "nothing more" if expected is None else f"chunk {expected}"
@@ -89,7 +89,7 @@ class OwnShard:
         return self._ready(self._reduction.accept(sender, chunk, size_bytes), own)
 
     def finished(self, sender: int, own: bool) -> list[Reduce | RefuseSender]:
-        """A sender has finished its stream."""
+        """Record that a sender has finished its stream."""
         unsent = len(self.chunks) - self._came[sender] if self.remaining(sender) else 0
         if not unsent:
             return []
@@ -98,7 +98,7 @@ class OwnShard:
         )
 
     def leave_out(self, sender: int, reason: str, *, own: bool) -> list[Reduce | RefuseSender]:
-        """Reduce without this sender from now on, and tell it."""
+        """Reduce without this sender from now on, and inform it."""
         known = sender in self.left_out
         found: list[Reduce | RefuseSender] = [*self._ready(self._reduction.leave_out(sender, reason), own)]
         if not known and sender in self.left_out:
@@ -106,12 +106,12 @@ class OwnShard:
         return found
 
     def on_reduced(self, chunk: int) -> None:
-        """A chunk was averaged."""
+        """Record that a chunk was averaged."""
         self._reduced.add(chunk)
         self._inputs.pop(chunk, None)
 
     def on_spoiled(self, chunk: int, flaws: Mapping[int, str], own: bool) -> list[Reduce | RefuseSender]:
-        """A chunk could not be averaged because of these members: leave them out, and average it again."""
+        """Leave out these members, whose values made a chunk fail, and average it again."""
         found: list[Reduce | RefuseSender] = []
         for place, flaw in flaws.items():
             if place != self._setup.own:
@@ -123,7 +123,7 @@ class OwnShard:
         return [*found, Reduce(chunk, *self._inputs[chunk])]
 
     def pace(self, own: bool, now_s: float) -> list[Reduce | RefuseSender]:
-        """Go on without senders that live and delay the others."""
+        """Continue without live senders that delay the others."""
         found: list[Reduce | RefuseSender] = []
         for place, idle_s in self._stragglers.tick(self.waited_for(own), now_s):
             found += self.leave_out(
@@ -140,7 +140,9 @@ class OwnShard:
         return found
 
     def doing(self, sender: int) -> str:
-        """Return what a member still has to send here, for the sentence about its failure; "" for nothing."""
+        """Return what a member still had to send to this one, for the sentence about its failure; "" for
+        nothing.
+        """
         remaining = self.remaining(sender)
         return (
             f"sending; {remaining} of its {len(self.chunks)} chunks were still to come" if remaining else ""

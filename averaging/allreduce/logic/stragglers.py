@@ -1,10 +1,10 @@
 """The detection of stragglers: members that are alive but delay a round. A pure state machine.
 
-A member that sends heartbeats and does not work would delay all others for ever. It is given up after a
+A member that sends heartbeats and does not work would delay all others for ever. It is left out after a
 multiple of the longest recent pause of any member in this round, and never before a minimum time; time during
 which this process itself did not run does not count. A member that works steadily but too slowly for the time
-of the round is detected from its transfer rate. Everybody is given up once a share of the round's time is
-over: no message extends that.
+of the round is detected from its transfer rate. Once a set share of the round's time is over, every member
+that is still missing is left out; no message extends that time.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from collections.abc import Collection, Mapping
 
 UNDER_WAY_BYTES = 16 << 10  # may be nearly here and not to be seen yet: a piece of a message
 _SIGN_BYTES_MAX = 64  # messages up to this say that a member lives, and are none of what it owes
-_FADING = 0.98  # of the longest pause, per sign of work
+_FADING = 0.98  # factor on the longest pause, per sign of work
 
 
-PACE_TICK_S = 0.25  # between two looks
+PACE_TICK_S = 0.25  # interval of checks
 # for a sender whose contribution is the one that a chunk waits for; shorter: slow links are cut off, longer:
 # one member holds all
 SENDER_S = 4.0
@@ -38,7 +38,9 @@ class StragglerDetector:
     """The pauses of members in one kind of work. Members are places in the group."""
 
     def __init__(self, floor_s: float, now_s: float, strangers: Collection[int] = ()) -> None:
-        """`strangers`: members that get no time to begin; nobody knows whether they ever will."""
+        """Start. `strangers`: members that get no extra time to begin, because it is unknown whether they
+        ever will.
+        """
         self._floor_s, self._strangers = floor_s, strangers
         self._ticked_s = now_s
         self._awake_s = 0.0  # seconds during which this process ran, as far as ticks show
@@ -47,7 +49,7 @@ class StragglerDetector:
         self._longest_s = 0.0
 
     def worked(self, place: int) -> None:
-        """Record that some of this member's work came."""
+        """Record that some of this member's work arrived."""
         since_s = self._waiting.get(place)
         if since_s is not None:
             pause_s = self._awake_s - since_s
@@ -88,7 +90,7 @@ class TransferEta:
         self._since = dict.fromkeys(owed_bytes, (now_s, 0))
 
     def came(self, place: int, size_bytes: int) -> None:
-        """Record that `size_bytes` of this member's transfer came."""
+        """Record that `size_bytes` of this member's transfer arrived."""
         if place in self._came and size_bytes > _SIGN_BYTES_MAX:
             self._came[place] += size_bytes
 
@@ -100,9 +102,8 @@ class TransferEta:
     def late(self, waited_for: Collection[int], now_s: float) -> list[tuple[int, float]]:
         """Return the members that will not finish in time, with the number of seconds that they still need.
 
-        Once the time is over, every member that is waited for is late, with an infinite number: whatever it
-        says, it cannot extend its time. Empty when most members are late: then this member is slow to
-        receive.
+        Once the time is over, every member that is waited for is late by infinity; no message extends its
+        time. Empty when most members are late: then this member is slow to receive.
         """
         found = []
         for place in waited_for:
@@ -119,7 +120,7 @@ class TransferEta:
 
 
 def too_late(more_s: float) -> str:
-    """Return what `TransferEta.late` says of a member's transfer, for the sentence about it."""
+    """Return the phrase about a member's late transfer (`TransferEta.late`)."""
     if math.isinf(more_s):
         return "had not come when their time was over"
     return f"would take {more_s:.0f} s more at its pace"

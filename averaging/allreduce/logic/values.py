@@ -29,10 +29,9 @@ class RoundState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """The knowledge of a member about the end of a round, as it tells it to another one.
-
-    Only votes decide anything. An intent says what its member would vote for; after repairs, members compare
-    intents before they vote, because each votes once.
+    """The knowledge of a member about the end of a round, as it is sent to another member. Only votes decide.
+    An intent is the result that its member would vote for; after repairs, members compare intents before they
+    vote, because each votes once.
     """
 
     votes: tuple[Vote, ...] = ()

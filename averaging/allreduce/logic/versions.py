@@ -17,8 +17,8 @@ def digest_payload(payload: bytes | memoryview) -> bytes:
 
 
 def digest_average(digest: bytes, clipped: bytes) -> bytes:
-    """Return the digest of one chunk's average from that of its bytes and the set of members that were
-    clipped in it: members agree on that, too.
+    """Return the digest of one chunk's average: of the digest of its bytes and the set of members that were
+    clipped in it, which members must agree on as well.
     """
     return digest_payload(digest + clipped) if clipped else digest
 
@@ -77,7 +77,7 @@ class Version:
         return not any(self.contributors)
 
     def same(self, other: Version) -> bool:
-        """Return whether both are the same bytes of the same members, with the same ones clipped."""
+        """Return whether both have the same bytes, contributors and clipped members."""
         return (self.contributors, self.digest) == (other.contributors, other.digest)
 
 

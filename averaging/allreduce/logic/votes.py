@@ -1,8 +1,8 @@
-"""The votes at the end of a round as one member knows them: what it tells other members, when it
-answers, and what the votes amount to. Pure.
+"""The votes at the end of a round as one member knows them: the votes to send to other members, the time to
+answer them, and the result of the votes. Pure.
 
 Of two members that can be dialed the one earlier in group order asks, with its own vote; the answer waits
-until the other one knows a certificate, or something that the asker does not.
+until the other member knows a certificate, or a vote that the asker does not know.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class VoteExchange:
 
     @property
     def has_spoken(self) -> bool:
-        """Return whether this member has voted, or said what it would vote for."""
+        """Return whether this member has voted or has an intent."""
         return self._own_version > 0
 
     @property
@@ -94,12 +94,12 @@ class VoteExchange:
         return self.tally.majority
 
     def intent_of(self, place: int) -> bytes | None:
-        """Return the result that a contributor voted for, or would; None: it is not known. b"": none."""
+        """Return the result that a contributor voted for or intends to vote for; None: unknown; b"": none."""
         vote = self.tally.votes.get(self._setup.peer_id(place))
         return vote.result if vote is not None else self.intents.get(place)
 
     def is_hopeless(self, live: Set[int]) -> bool:
-        """Return whether the members that live cannot make a majority any more."""
+        """Return whether the live members can no longer make a majority."""
         tally, deciders = self.tally, self._setup.deciders
         votes, liars, peer_id = tally.votes, tally.liars, self._setup.peer_id
         free = [
@@ -116,7 +116,7 @@ class VoteExchange:
         return sorted(place for place in places if place != own)
 
     def missing(self, assembly: Assembly) -> str:
-        """Return what is still to come, and from which members, for the message about a missed deadline."""
+        """Return what is still missing, and from which members, for the message about a missed deadline."""
         setup = self._setup
         lacking = [
             f"{setup.name(place)} has sent {assembly.share(place)}"
@@ -133,7 +133,7 @@ class VoteExchange:
         )
 
     def sides(self) -> str:
-        """Return which members hold what, for sentences."""
+        """Return which members hold which averages, as a phrase."""
         found: dict[bytes, list[str]] = {}
         for place in self._setup.contributors:
             intended = self.intent_of(place)
@@ -144,32 +144,34 @@ class VoteExchange:
     # ---- what this member says
 
     def intend(self, result: bytes, now_s: float) -> None:
-        """Say what this member would vote for."""
+        """Set this member's intent."""
         self.intents[self._setup.own] = result
         self._own_version += 1
         self._changed_s = now_s
 
     def add_own(self, vote: Vote, now_s: float) -> None:
-        """Take this member's vote."""
+        """Add this member's own vote."""
         self.tally.add(vote)
         self._own_version += 1
         self._voted_version = self._own_version
         self._changed_s = now_s
 
     def silent(self, live: Set[int]) -> list[int]:
-        """Return the contributors that live and whose votes are not known."""
+        """Return the live contributors whose votes are not known."""
         votes = self.tally.votes
         return [p for p in self._setup.contributors if p in live and self._setup.peer_id(p) not in votes]
 
     def statement(self, *, own_vote_only: bool = False) -> Statement:
-        """Return what to tell a member. `own_vote_only`: it hears the votes of the others from themselves."""
+        """Return the statement for a member. `own_vote_only`: the other members send it their votes
+        themselves.
+        """
         votes = self.tally.votes
         own = self.own_vote
         told = (own,) if own_vote_only and own is not None else tuple(votes[peer] for peer in sorted(votes))
         return Statement(told, dict(self.intents), dict(self.left_out), self.gave_up)
 
     def asks(self, live: Set[int], now_s: float) -> list[AskVotes]:
-        """Return the calls to make now, by which this member tells what it has not told yet, or asks on."""
+        """Return the calls to make now: they send what the called members were not sent yet, or ask again."""
         if self.over or self.certificate is not None:
             return []
         found = []
@@ -186,8 +188,8 @@ class VoteExchange:
         return [self._ask(place) for place in places if place not in self._asking]
 
     def farewell(self, live: Set[int]) -> list[AskVotes]:
-        """Return the calls by which members learn how the round ended here, unless they know, or are about
-        to.
+        """Return the calls that tell members how the round ended here, without members that know it or will
+        be told anyway.
         """
         places = self._setup.members if self.gave_up else self._targets
         result = self.majority if self.certificate is not None else None
@@ -204,8 +206,8 @@ class VoteExchange:
     # ---- what others say
 
     def on_statement(self, place: int, statement: Statement, now_s: float) -> bool:
-        """A member told what it knows. Return whether any of it is new. Raise PeerError when it is invalid:
-        nothing of it counts that comes after the invalid vote.
+        """Process a member's statement. Return whether any of it is new. Raise PeerError for an invalid vote;
+        nothing after it counts.
         """
         new = False
         try:
@@ -236,19 +238,19 @@ class VoteExchange:
         return new
 
     def _is_own_vote(self, place: int, statement: Statement) -> bool:
-        """Return whether a member told nothing but its vote."""
+        """Return whether a statement contains only its sender's own vote."""
         return [vote.voter for vote in statement.votes] == [self._setup.peer_id(place)]
 
     def on_left_out(self, place: int, reason: str) -> list[AskVotes]:
-        """Record why a reducer's averages lack a member. After the commit nobody could ask it."""
+        """Record why a reducer's averages lack a member: after the commit nobody can ask the reducer."""
         if place in self._setup.members:
             self.left_out.setdefault(place, reason)
         return []
 
     def on_answer(self, place: int, statement: Statement | None = None) -> None:
-        """A call has ended, with an answer or without. A member that answers this one's vote with nothing but
-        its own knows a certificate: else it answers only with something that the asker does not know, and
-        with all votes (`answers`).
+        """Record the end of a call, with or without an answer. A member that answers this one's vote with
+        only its own vote knows a certificate: otherwise an answer has something that the asker does not know,
+        and all votes (`answers`).
         """
         told_vote = self._asking.pop(place, -1) >= self._voted_version
         if not told_vote or statement is None or statement.gave_up or not self._is_own_vote(place, statement):
@@ -257,15 +259,15 @@ class VoteExchange:
             self._decided[place] = result
 
     def on_question(self, call: int, place: int, statement: Statement) -> None:
-        """A member waits for an answer."""
+        """Record that a member waits for an answer."""
         self._questions[call] = _Question(place, statement)
 
     def on_call_ended(self, call: int) -> None:
-        """A member does not wait any more."""
+        """Record that a member no longer waits for an answer."""
         self._questions.pop(call, None)
 
     def answers(self, ready: bool, now_s: float) -> list[AnswerVotes]:
-        """Return the answers to give now. `ready`: this member has everything that it can have."""
+        """Return the answers to send now. `ready`: this member has everything that it can get."""
         found: list[AnswerVotes] = []
         if not self._questions:
             return found

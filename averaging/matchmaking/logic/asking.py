@@ -1,5 +1,5 @@
-"""Questions of a search for a group: how many peers it asks first, and when it asks a peer again. Pure; times
-are monotonic seconds.
+"""The queries of a search for a group: how many peers it queries first, and when it queries a peer again.
+Pure; times are monotonic seconds.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from swarm.core.ids import Contact, PeerId
 
 PEERS_MAX = 4096  # remembered; the entry that was not renewed for the longest time is dropped first
-CELL_MEMBERS_MAX = 64  # in one reply; the latest first
+CELL_MEMBERS_MAX = 64  # members in one reply; the latest first
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,7 @@ class GracePeriod:
         return float(grace if self._waiting_share_max is None else min(grace, lateness.account_s))
 
     def busy_grace_s(self, peer_id: PeerId) -> float:
-        """Return how long after this peer's own arrival a peer may still come that says that it is busy, in
+        """Return how long after this peer's own arrival a peer that reports itself busy may still come, in
         seconds.
         """
         longest_s = 2 * self.grace_s_max

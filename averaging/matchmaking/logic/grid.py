@@ -30,7 +30,7 @@ ELECTORS = -2  # the cell of the electors of a run, who decide together: the sam
 PLACE_MAX = 32  # characters of a place within a key
 # share of the coarser shape's capacity: hysteresis, so that a swarm around a border keeps its cells
 _SHRINKS_BELOW = 0.75
-_EVEN_SHARE = 0.75  # of the mean number of peers in a cell: fewer are not waited for in a divided swarm
+_EVEN_SHARE = 0.75  # share of the mean number of peers in a cell; fewer are not waited for in a divided swarm
 _MARK = "\x1f"
 _PLACE = re.compile(r"(\d{1,3})\.(\d{1,8})\.(\d{1,8})")
 _LOBBY_TEXT, _ELECTORS_TEXT = "*", "+"
@@ -222,10 +222,10 @@ class AveragingGrid:
         total: int = 0,
         may_divide: bool = True,
     ) -> None:
-        """Take in the other holders in the presence records, of which those in `lost` did not answer this
-        peer. The shape follows the number of the rest. `shard`: the one that the records are of; `total`: how
-        many holders there are by all shards that were read, if more than one was. `may_divide`: otherwise
-        there is one cell, however many they are.
+        """Process the other holders in the presence records; those in `lost` did not answer this peer. The
+        shape follows the number of the rest. `shard`: the shard of these records; `total`: the number of
+        holders by all shards that were read, if there were several. Without `may_divide` there is one cell
+        for any number of holders.
 
         Ranks are counted over all records, which are the same for everybody, because each peer finds out by
         itself which peers are lost.
@@ -243,7 +243,7 @@ class AveragingGrid:
             self._set_first_cell()
 
     def adopt_shape(self, shape: Shape) -> bool:
-        """Take in the shape that another live peer assumes. Return whether it was adopted.
+        """Process the shape that another live peer assumes. Return whether it was adopted.
 
         When both shapes suit the swarm, all peers adopt the finer one. This is a bounded concession, since
         two or three shapes suit any number of peers.

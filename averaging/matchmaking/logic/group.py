@@ -69,8 +69,9 @@ def can_dial(member: Member) -> bool:
 
 
 def with_roles(members: Sequence[Member], is_stranger: Callable[[PeerId], bool]) -> tuple[Member, ...]:
-    """Return the members of a group as its leader announces them. Where some can be dialed directly, who are
-    no strangers, those that can be through relays only open all connections themselves: relays carry nothing.
+    """Return the members of a group as its leader announces them. If some members that are no strangers can
+    be dialed directly, members that can be dialed only through relays open all connections themselves, so
+    that relays carry no tensors.
     """
     if not any(can_dial(one) and one.contact.addresses and not is_stranger(one.peer_id) for one in members):
         return tuple(members)
@@ -98,6 +99,8 @@ class Group:
     reducers: frozenset[PeerId] | None = None
     # members that are strangers to the run, in this member's eyes
     strangers: frozenset[PeerId] = frozenset()
+    # members whose faults this member has not forgiven: their words excuse no delay
+    doubted: frozenset[PeerId] = frozenset()
 
     def __post_init__(self) -> None:
         if len(self.group_id) != GROUP_ID_BYTES:

@@ -114,8 +114,8 @@ class RoundHistory:
         )
 
     def on_early_query(self, query: LookForGroup, now_s: float) -> None:
-        """Take in the query of a peer that looks for a group while this one does not: for the next search, or
-        for the round that began without it, which lengthens its grace period.
+        """Record the query of a peer that looks for a group while this one does not. It counts for the next
+        search, or as an arrival after a round began without it, which lengthens its grace period.
         """
         self._early[query.contact.peer_id] = query
         self._early.move_to_end(query.contact.peer_id)

@@ -1,10 +1,10 @@
 """Matchmaking for one averaging round: a state machine without I/O, clock or randomness of its own.
 
-Each search has a rank, (deadline, PeerID); the lowest leads. Among the electors of a run's head, who lead
-before all others, a hash of the round and the PeerID is the rank: no claim of theirs. A searching peer
-announces itself to every live holder of the averager (`LookForGroup`) and learns the status of each. Then it
-either asks the best of them to lead (`Join`, answered when the group begins) or, being the best itself, waits
-for the others.
+Each search has a rank, (deadline, PeerID); the lowest leads. Electors of the run's head lead before all
+others; their rank is a hash of the round and the PeerID, which does not depend on their claims. A searching
+peer announces itself to every live holder of the averager (`LookForGroup`) and learns the status of each.
+Then it either asks the best of them to lead (`Join`, answered when the group begins) or, being the best
+itself, waits for the others.
 
 A leader begins when the group is full; when every expected peer has joined, declined or failed to answer;
 when the grace periods of the missing peers are over; or at its deadline; never while another group has a
@@ -50,7 +50,7 @@ from swarm.core.ids import PeerId
 if TYPE_CHECKING:
     import random
 
-_FIRST_READ_INTERVAL_S = 0.25  # between two reads of the presence records while no holder is known
+_FIRST_READ_INTERVAL_S = 0.25  # interval of reads of the presence records while no holder is known
 _EMPTY_CELL_WAIT_S = 1.0  # a grid cell with no known members is taken to be empty after this
 _READ_INTERVAL_S = 2.0  # presence records older than this are read again during a search
 # records older than this do not tell which peers to expect. Too large: newcomers are overlooked
@@ -160,7 +160,7 @@ class Matchmaker:
     # --- events from the network
 
     def on_holders(self, holders: Mapping[PeerId, Holder], now_s: float) -> None:
-        """Take in presence records that were just read."""
+        """Process presence records that were just read."""
         self._history.set_holders(
             {peer_id: holder for peer_id, holder in holders.items() if peer_id != self._own}, now_s
         )
@@ -177,7 +177,7 @@ class Matchmaker:
         self._history.set_holders(holders, -math.inf)
 
     def on_announce(self, holder: Holder) -> None:
-        """Take in the announcement of a new holder. A search in progress learns of it at its next read of the
+        """Process the announcement of a new holder. A search in progress learns of it at its next read of the
         records.
         """
         self._history.mark_reachable(holder.contact.peer_id)
@@ -189,7 +189,7 @@ class Matchmaker:
             self._search.reading_records, self._search.read_started_s = False, now_s
 
     def on_query(self, query: LookForGroup, now_s: float) -> Answer:
-        """Take in the query of another peer, and return the status of this one."""
+        """Process the query of another peer, and return the status of this one."""
         peer_id = query.contact.peer_id
         self._history.mark_reachable(peer_id)
         if query.schema == self._schema.digest and self._search is None:
@@ -199,7 +199,7 @@ class Matchmaker:
         return self.status_for(query, now_s)
 
     def on_query_answer(self, peer_id: PeerId, answer: Answer, now_s: float) -> None:
-        """Take in a peer's reply to a query."""
+        """Process a peer's reply to a query."""
         self._history.mark_reachable(peer_id)
         if (search := self._search) is None:
             return
@@ -216,7 +216,7 @@ class Matchmaker:
             self._search.table.on_failure(peer_id, text)
 
     def on_join(self, join: Join, now_s: float) -> Answer | int:
-        """Take in the request of another peer to be led. Return this peer's status when it declines, or a
+        """Process the request of another peer to be led. Return this peer's status when it declines, or a
         ticket: the reply then comes as `AnswerJoin` with that ticket. Raise UsageError when values are out of
         bounds.
         """
@@ -266,7 +266,7 @@ class Matchmaker:
             search.table.forget_status(peer_id)
 
     def on_join_answer(self, peer_id: PeerId, answer: Group | Answer, now_s: float) -> None:
-        """Take in the leader's reply to a `Join`: the group, or the leader's status."""
+        """Process the leader's reply to a `Join`: the group, or the leader's status."""
         search = self._search
         if search is None or search.following != peer_id:
             return
@@ -441,8 +441,8 @@ class Matchmaker:
             self._end_search(search.table.explain(deadline=False), now_s)
 
     def _wait_until_s(self, search: Search) -> float:
-        """Return until when a group of sufficient size waits for others: the latest time over the peers that
-        may still come.
+        """Return until when a group of sufficient size waits for others: the latest of the times for the
+        peers that may still come.
         """
         waits = [
             search.table.wait_until_s(peer)

@@ -159,20 +159,20 @@ class Precedence:
     is_proven: IsMember = _nobody  # it is a member, or has contributed to a certified round
     is_passed_over: IsMember = _nobody  # this peer forms no group with it for now
     is_holding: IsMember = _nobody  # the reason is that it led a group and did not begin
+    is_doubted: IsMember = _nobody  # this peer has seen faults of it lately: it has less patience
     may_be_alone: bool = False  # a group of this peer alone is large enough
     # whether all electors but these peers are a quorum, without which no group commits the round
     is_quorum_without: Callable[[Collection[PeerId]], bool] = _always
     is_cell: bool = False  # of a run that is larger than a group: the cell's rounds extend no head
 
     def is_stranger(self, peer_id: PeerId) -> bool:
-        """Return whether nothing stands behind a peer, in a run that has electors."""
+        """Return whether a peer has no standing, in a run that has electors."""
         return bool(self.electors) and peer_id not in self.electors and not self.is_proven(peer_id)
 
     def order(self, rank: Rank, round_key: str) -> tuple[bool, bytes, Rank]:
-        """Return the order in which peers lead: electors first, by a hash that is another one for each head.
-
-        A leader chooses who takes part in its round, and a deadline is what a peer says it is: by deadlines
-        one bad elector could lead every round, and keep another peer out of all.
+        """Return the order in which peers lead: electors first, by a hash that differs for each head. A
+        leader chooses the members of its round, and a deadline is only a claim: ordered by deadlines, one bad
+        elector could lead every round and keep another peer out of all of them.
         """
         if rank.peer_id not in self.electors:
             return True, b"", rank
@@ -180,7 +180,7 @@ class Precedence:
         return False, turn, rank
 
 
-NO_PRECEDENCE = Precedence()  # of a group that has no history
+NO_PRECEDENCE = Precedence()  # the precedence in a group that has no history
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,7 @@ from averaging.matchmaking.logic.precedence import (
 from swarm.core.backoff import backoff_s
 from swarm.core.ids import Contact, PeerId
 
-PEERS_MAX = 1024  # in the table of one search
+PEERS_MAX = 1024  # peers in the table of one search
 # holders that one search queries; all searches of a round query the same ones. Too small: groups split; too
 # large: traffic grows with N²
 QUERIED_PEERS_MAX = 64
@@ -99,7 +99,7 @@ class PeerTable:
     # --- events
 
     def on_holders(self, holders: Mapping[PeerId, Holder], unreachable: Iterable[PeerId]) -> None:
-        """Take in the presence records. If there are more holders than `QUERIED_PEERS_MAX`, keep members,
+        """Process the presence records. If there are more holders than `QUERIED_PEERS_MAX`, keep members,
         then those with this averager's schema, then those with the lowest selection hash, which all searches
         of a round choose alike. Peers in `unreachable` start as failed.
         """
@@ -132,7 +132,7 @@ class PeerTable:
                     peer.failed = "it did not answer a moment ago"
 
     def on_query(self, query: LookForGroup, now_s: float) -> None:
-        """Take in a query: its sender is searching."""
+        """Process a query: its sender is searching."""
         peer = self._find_or_add(query.contact)
         if peer is None:
             return
@@ -147,8 +147,8 @@ class PeerTable:
         self._set_searching(peer, query.rank, query.round_key, query.can_lead, now_s)
 
     def on_answer(self, peer_id: PeerId, answer: Answer, now_s: float) -> bool:
-        """Take in the status that a peer sent in reply to a query or a `Join`. Return False when the peer is
-        unknown or a later message of it had arrived before.
+        """Process the status that a peer sent in reply to a query or a `Join`. Return False when the peer is
+        unknown or a later message of it has arrived already.
         """
         peer = self.peers.get(peer_id)
         if peer is None:
@@ -180,8 +180,8 @@ class PeerTable:
         return True
 
     def on_report(self, leader: Leader, now_s: float) -> None:
-        """Take in a report that `leader` looks for a group: another peer follows it, or it asked this one
-        before the search. It is believed at once when nothing better is known; otherwise it is queried.
+        """Process a report that `leader` looks for a group: another peer follows it, or it asked this one
+        before the search. It is believed at once when nothing better is known; otherwise it is verified.
         """
         peer = self._find_or_add(leader.contact)
         if peer is None:
@@ -469,8 +469,8 @@ class PeerTable:
             )
 
     def _leaders(self) -> list[tuple[tuple[bool, tuple[bool, bytes, Rank]], PeerState]]:
-        """Return the peers that may lead this one, with their order: those first that can be called directly.
-        One that this peer passes over does so only if others follow it, who form no second group.
+        """Return the peers that may lead this one, with their order: peers that can be called directly first.
+        One that this peer passes over may lead only if others follow it.
         """
         key = self.query.round_key
         order = functools.partial(self._precedence.order, round_key=key)

@@ -1,4 +1,4 @@
-"""Why a search found no group, in words for people."""
+"""The reasons why a search found no group, as text for people."""
 
 from __future__ import annotations
 

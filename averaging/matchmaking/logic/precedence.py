@@ -1,9 +1,8 @@
-"""The order of peers where a search has only so much room or time: in the places that it asks, in its table
-of peers, as its leader, and in its group. Pure.
-
-In the order of what stands behind a peer: electors of the head, which all peers of a search know alike; other
-members of the run; peers that have contributed to a certified round; strangers. A peer that this one passes
-over (`swarm.membership.ledger`) leads nothing that it follows, and follows nothing that it leads.
+"""The order of peers wherever a search has limited room or time: in its queries, in its table of peers, for
+its leader, and in its group. Pure. Peers are ordered by their standing: electors of the head, which all peers
+of a search know; other members of the run; peers that have contributed to a certified round; strangers. A
+peer that this one passes over (`swarm.membership.ledger`) leads nothing that it follows, and follows nothing
+that it leads.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def _hash_in_round(round_key: str, public_key: bytes) -> bytes:
 def displaced_from_table(
     peers: Mapping[PeerId, PeerState], peer_id: PeerId, is_member: IsMember
 ) -> PeerId | None:
-    """Return the stranger that leaves a full table for a member, one with which nothing is under way."""
+    """Return the stranger that is dropped from a full table for a member: one without a call in progress."""
     if not is_member(peer_id):
         return None
     for other, state in peers.items():
@@ -58,16 +57,15 @@ def displaced_from_table(
 def displaced_from_group(
     followers: Mapping[PeerId, _Follower], peer_id: PeerId, is_member: IsMember
 ) -> PeerId | None:
-    """Return the stranger that leaves a full group for a member: the one that came last."""
+    """Return the stranger that is dropped from a full group for a member: the one that came last."""
     strangers = [one for one in followers if not is_member(one)]
     return strangers[-1] if strangers and is_member(peer_id) else None
 
 
 def seated(followers: Sequence[PeerId], group_size: int, precedence: Precedence) -> list[PeerId]:
-    """Return the followers that this peer begins its round with. Strangers have at most half of the seats of
-    a full group: the first that came. So one elector takes in many newcomers at once.
-
-    `group_size`: seats of a full group.
+    """Return the followers with which this peer begins its round. Strangers have at most half of the seats of
+    a full group, in order of arrival, so that one elector can admit many newcomers at once. `group_size`:
+    seats of a full group.
     """
     strangers = [peer for peer in followers if precedence.is_stranger(peer)]
     excess = strangers[max(group_size // 2, 1) :]
@@ -95,7 +93,8 @@ def with_standing(group: Group, precedence: Precedence) -> Group:
     reducers = frozenset(one.peer_id for one in group.members if one.peer_id in electors or one.auxiliary)
     dialed = any(can_dial(one) for one in deciding)
     strangers = frozenset(peer for peer in group.peer_ids if precedence.is_stranger(peer))
-    return replace(group, reducers=reducers if dialed else None, strangers=strangers)
+    doubted = frozenset(peer for peer in group.peer_ids if precedence.is_doubted(peer))
+    return replace(group, reducers=reducers if dialed else None, strangers=strangers, doubted=doubted)
 
 
 def _capped(group: Group, weights: Sequence[float], exempt: Collection[PeerId]) -> Group:

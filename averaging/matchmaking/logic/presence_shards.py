@@ -22,7 +22,7 @@ from swarm.core.ids import PeerId
 
 FLAT_MAX = 128  # holders that share one dictionary, or twice a group if that is more
 SHARD_HOLDERS = 32  # nominal size when the number of shards is chosen
-BITS_MIN = 3  # of the coarsest division
+BITS_MIN = 3  # bits of the coarsest division
 BITS_MAX = 20
 # times SHARD_HOLDERS: a shard beyond these leads to a finer or a coarser division
 _ABOVE, _BELOW = 1.5, 0.375
@@ -94,14 +94,14 @@ def holders_estimated(plain: int, notices: Sequence[int]) -> int:
 
 
 def holders_by_shards(sizes: Sequence[int], bits: int) -> int:
-    """Return the estimated number of all holders by the sizes of some shards of a division of 2^bits."""
+    """Return the estimated number of all holders, from the sizes of some shards of a division of 2^bits."""
     return round(statistics.fmean(sizes) * (1 << bits))
 
 
 def bits_for(holders: int, bits: int, flat_max: int = FLAT_MAX) -> int:
-    """Return how finely this many holders are to be divided, given the present division. It changes only
-    when shards are far from their nominal size, and then by one bit, so that peers that follow late still
-    read the others' records.
+    """Return the number of bits by which this many holders are divided, given the present division. It
+    changes only when shards are far from their nominal size, and then by one bit, so that peers that follow
+    late still read the others' records.
     """
     if bits == 0:
         if holders <= flat_max:

@@ -87,13 +87,13 @@ class Search:
         return bool(passed) and not self.request.precedence.is_quorum_without(passed)
 
     def unseated(self) -> dict[PeerId, GroupFollower]:
-        """Take out the followers that have no seat in the group, and return them."""
+        """Remove the followers that have no seat in the group, and return them."""
         seats = seated(list(self.followers), self.group_size, self.request.precedence)
         return {peer_id: self.followers.pop(peer_id) for peer_id in [*self.followers] if peer_id not in seats}
 
     def displace_stranger(self, peer_id: PeerId, answer: Answer) -> AnswerJoin | None:
-        """Make room for a member in the full group. Return what the stranger that leaves it is answered, or
-        None when nobody leaves.
+        """Make room for a member in the full group. Return the answer to the stranger that is dropped, or
+        None when nobody is.
         """
         displaced = displaced_from_group(self.followers, peer_id, self.request.precedence.is_member)
         if displaced is None:

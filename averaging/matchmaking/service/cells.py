@@ -45,7 +45,7 @@ LOBBY_S_MAX = 4.0  # up to this
 # holders that keep the member list of one cell. Too small: when they die, members find each other only in the
 # lobby
 _HOSTS_PER_CELL = 3
-_ENTRY_TTL_S = 60.0  # of an entry in such a list
+_ENTRY_TTL_S = 60.0  # lifetime of an entry in such a list
 # presence records older than this are read again at the next search. Too large: the grid follows changes late
 _RECORDS_AGE_S_MAX = 5.0
 _LOOKUP_INTERVAL_S = 1.0  # the hosts of a cell are asked again during a search after this, at the earliest

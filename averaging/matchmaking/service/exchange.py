@@ -31,7 +31,7 @@ from swarm.wire import group_pb2
 if TYPE_CHECKING:
     from averaging.matchmaking.service.matchmaking_service import GroupService
 
-COMPUTING_S_MAX = 3600.0  # that others are told
+COMPUTING_S_MAX = 3600.0  # longest computing time that is reported to others
 
 
 class GroupExchange:
@@ -72,8 +72,8 @@ class GroupExchange:
         return self._ledgers[run]
 
     def set_computing(self, run: str, seconds: float) -> None:
-        """Record that the trainer of a run on this node computes for about this long from now, and comes to
-        no round meanwhile; 0: no more. Callable from any thread.
+        """Record that the trainer of a run on this node computes for about this long from now, and joins no
+        round meanwhile; 0: it has finished. Callable from any thread.
         """
         self._computing_until_s[run] = self.clock.monotonic_s() + seconds
 
@@ -99,7 +99,9 @@ class GroupExchange:
         return encode_answer(self._with_computing(answer, request.run), now_s=now_s)
 
     def _with_computing(self, answer: Answer, run: str) -> Answer:
-        """Say in an answer for how long this node's trainer computes: others do not wait for it in vain."""
+        """Add to an answer for how long this node's trainer will be computing, so that others do not wait for
+        it in vain.
+        """
         left_s = self._computing_until_s.get(run, 0.0) - self.clock.monotonic_s()
         if answer.status is not PeerStatus.IDLE or left_s <= 0.0:
             return answer

@@ -434,9 +434,9 @@ class GroupService:
 def introduced(
     holders: Iterable[Holder], own: PeerId, schema: bytes, is_member: Callable[[PeerId], bool]
 ) -> list[Contact]:
-    """Return the peers to which this one introduces itself: members, then those with the same tensors,
-    because strangers may have written any number of records. Members lead: where there are some, a few others
-    are enough, so that of many newcomers not each introduces itself to each.
+    """Return the peers to which this one introduces itself: members, then peers with the same tensors,
+    because strangers may have written any number of records. Members lead rounds. With members, a few others
+    are enough, so that many newcomers do not all introduce themselves to one another.
     """
     ranked = sorted(holders, key=lambda one: (not is_member(one.contact.peer_id), one.schema != schema))
     others = [one.contact for one in ranked if one.contact.peer_id != own and one.contact.is_callable]

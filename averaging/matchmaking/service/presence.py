@@ -38,8 +38,8 @@ _log = logging.getLogger(__name__)
 
 TTL_S = 30.0  # a peer that died without leaving is expected by others for this long
 _RENEW_S = 10.0  # well below it: two renewals may get lost
-STORE_TIMEOUT_S = 5.0  # of one renewal; at most half the time until the next
-_RETRY_S = 1.0  # after a renewal that no peer accepted
+STORE_TIMEOUT_S = 5.0  # time limit of one renewal; at most half the time until the next
+_RETRY_S = 1.0  # pause after a renewal that no peer accepted
 _PLACE_AGE_S_MAX = 5.0  # records that were read for a place are used again for this long
 _PLACES_MAX = 8  # shards whose records are kept for places, and whose sizes are kept
 # the size of a shard counts in the estimate of all holders for this long. Too large: a swarm that shrinks
@@ -115,8 +115,9 @@ class DhtPresence:
         group_size: int = 0,
         may_divide: Callable[[Collection[PeerId], int], bool] = lambda peers, size_max: True,
     ) -> None:
-        """`group_size`: of the averager's groups, which fit into one dictionary at least twice. `may_divide`
-        says whether holders that are more than a number make a large swarm (`RunLedger.may_divide`).
+        """`group_size`: size of the averager's groups; one dictionary has room for at least two of them.
+        `may_divide` says whether holders that are more than a number make a large swarm
+        (`RunLedger.may_divide`).
         """
         self._dht = dht
         self._name = name

@@ -66,7 +66,7 @@ class Learner(Protocol):
 
     @property
     def samples(self) -> int:
-        """Return the samples that were taken and are not part of a round yet."""
+        """Return the number of accumulated samples that are not part of a round yet."""
         ...
 
     def accumulate(self, samples: int) -> str | None:
@@ -162,8 +162,8 @@ class Mode(Protocol):
         ...
 
     def failed(self, reason: RoundFailure) -> None:
-        """Undo `prepare` after its round failed (`reason` is `RoundResult.reason`): what it was to count is
-        kept.
+        """Undo `prepare` after its round failed (`reason` is `RoundResult.reason`), and keep the samples for
+        the next round.
         """
         ...
 
@@ -180,7 +180,7 @@ class Mode(Protocol):
         ...
 
     def on_state_averaged(self, before: Sequence[torch.Tensor]) -> None:
-        """Update what depends on the state after it was averaged. The state's lock is held.
+        """Update derived values after the state was averaged. The state's lock is held.
 
         `before`: the previous values of the state's trained parameters, in their order. They may be
         overwritten.
@@ -188,8 +188,8 @@ class Mode(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what resuming needs beside parameters and inner optimizer. A round in the background
-        counts as not made. Tensors are references.
+        """Return the state that resuming needs beside parameters and inner optimizer. A round in the
+        background counts as not made. Tensors are references.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Reports of this peer to the others, directly: to members at once, to strangers afterwards.
+"""Direct reports of this peer to the others: to members at once, to strangers afterwards.
 
 The addresses of a peer are its own claim. A crowd of identities that name addresses where nobody answers
 would otherwise delay what members tell one another by the time limit of a call, and cost them a call for each
@@ -15,7 +15,7 @@ from swarm.core.ids import PeerId
 from swarm.core.notify import ChangeEvent
 
 _CONCURRENT_MAX = 16
-STRANGERS_MAX = 32  # that wait for a report; those that wait longest are left to read the DHT
+STRANGERS_MAX = 32  # strangers waiting for a report; those that waited longest are left to read the DHT
 # Between two batches of reports to strangers. Larger: newcomers to a run with short epochs learn later that
 # one is full.
 STRANGERS_PAUSE_S = 0.5
@@ -36,7 +36,9 @@ class ReportSender:
         self._wake = ChangeEvent()
 
     async def send(self, peers: Iterable[PeerId], *, full: bool = False, goodbye: bool = False) -> int:
-        """Report to all of these, and wait until each has answered or failed to. Return how many failed."""
+        """Report to all of these peers, and wait until each has answered or failed to answer. Return how many
+        failed.
+        """
         limit = asyncio.Semaphore(_CONCURRENT_MAX)
 
         async def report(peer: PeerId) -> bool:
@@ -48,7 +50,7 @@ class ReportSender:
         return sum(not one.result() for one in reports)
 
     def send_to_strangers(self, peers: Iterable[PeerId], *, full: bool = False) -> None:
-        """Report to these as soon as the strangers before them have their reports."""
+        """Report to these strangers after those that were queued before."""
         for peer in peers:
             self._strangers[peer] = None
             self._wake.notify()

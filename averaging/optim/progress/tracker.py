@@ -34,10 +34,10 @@ from swarm.wire import state_pb2
 
 _log = logging.getLogger(__name__)
 
-_CALL_TIMEOUT_S = 2.0  # of a report to a peer; a live one answers within a round trip
+_CALL_TIMEOUT_S = 2.0  # time limit of a report to a peer; a live one answers within a round trip
 _GOODBYE_S = 0.5  # leaving must not take long
 _COMPARE_S_MAX = 3.0  # histories that take longer to fetch are compared after the next read
-_RETRY_S = 1.0  # after the DHT could not be written or read
+_RETRY_S = 1.0  # pause after the DHT could not be written or read
 _VIEW_AGE_S_MIN = 0.2  # minimum age of the view before it is read again because of an unexpected announcement
 
 
@@ -111,7 +111,7 @@ class Tracker:
         return is_full
 
     def _update_history(self) -> None:
-        """Take over what the history says about this peer and the swarm. The lock is held."""
+        """Update this peer and the swarm from the history. The lock is held."""
         history, progress = self.history, self._progress
         if history is None:
             return
@@ -236,7 +236,7 @@ class Tracker:
             return self._progress.company(self._node.clock.swarm_s())
 
     def on_round(self, members: Iterable[PeerId]) -> None:
-        """Record that these peers and this one have been through a round within the epoch."""
+        """Record that these peers and this one have completed a round within the epoch."""
         with self._changed:
             self._update_history()
             self._progress.on_round(members, self._progress.epoch, self._node.clock.swarm_s())
@@ -444,7 +444,7 @@ class Tracker:
         return report
 
     async def survey(self) -> bool:
-        """Read what every peer that may know of this run knows. Return False when none of them answered."""
+        """Read the records and reports of all peers of this run. Return False when none answered."""
         return await self._refresh(confirmed=True)
 
     async def _refresh(self, *, confirmed: bool = False) -> bool:
@@ -487,7 +487,7 @@ class Tracker:
         return True
 
     async def _compare_histories(self, received: Iterable[tuple[PeerId, ProgressReport, float]]) -> None:
-        """Find out what the heads of others mean before a read of their records counts as complete."""
+        """Compare the histories of unknown heads before a read of records counts as complete."""
         if self.history is None:
             return
         # in modes with local steps the trainer looks for a quorum at the end of its epochs only

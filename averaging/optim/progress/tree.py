@@ -171,8 +171,8 @@ class Tree:
         return found
 
     async def publish_sums(self, own: ProgressTotal, now_s: float) -> ProgressTotal | None:
-        """Write the shard's sum upwards, as far as this peer is an aggregator. Return the total of the run,
-        or None when it is not known.
+        """Write sums into the dictionaries above, for each node of which this peer is an aggregator. Return
+        the total of the run, or None when it is not known.
         """
         node, own_nodes = self.leaf, list[TreeNode]()
         total: ProgressTotal | None = None
@@ -227,8 +227,8 @@ class Tree:
         }, self._totals_by_writer(entries, now_s)
 
     async def _publish_division(self, total: ProgressTotal, now_s: float) -> int:
-        """Return how the run is to be divided, as an aggregator of the root, and publish a notice for
-        newcomers. A larger part that is divided otherwise is joined.
+        """Decide the division of the run as an aggregator of the root, and publish a notice for newcomers.
+        When a larger part of the run is divided differently, adopt its division.
         """
         flat = TreeNode(0, 0, 0)
         others = [

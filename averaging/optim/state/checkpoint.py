@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 FORMAT = "swarm.checkpoint/1"
 MODEL, STATISTIC, EXTRA = "model.", "optimizer.", "extra."
 _FILE = re.compile(r"epoch-(\d{1,13})(?:-([0-9a-f]{1,16}))?\.safetensors")
-_LINE_CHARACTERS = 16  # of a line's name in the name of a file
+_LINE_CHARACTERS = 16  # characters of a line's name that the name of a file has
 _LINES_MAX = (
     8  # lines of history with checkpoints in one folder; the line written to least recently goes first
 )

@@ -333,8 +333,8 @@ class Donor:
         return next((view for view in held if view.digest == digest), None)
 
     async def _latest_view(self, codec: str) -> StateView:
-        """Return the view of the present state. It is made to its end, also when the callers have gone: one
-        whose answer was lost asks again.
+        """Return the view of the present state. Its creation continues even when the callers have gone: a
+        caller whose answer was lost asks again.
         """
         await self._others_view()
         latest = self._latest.get(codec)

@@ -61,7 +61,7 @@ BATCH = 8  # chunks requested ahead, per donor: covers 1 MiB/s at 8 s of delay
 # after all donors of a state have failed, how long it is requested again. Useless beyond the time for which
 # donors keep an idle lease
 RESUME_S = 25.0
-RESUME_PAUSE_S = 0.5  # before the first retry; doubled with each
+RESUME_PAUSE_S = 0.5  # pause before the first retry; doubled with each further one
 REOPEN_TIMEOUT_S = 3.0  # shorter, since nothing has to be hashed then
 
 

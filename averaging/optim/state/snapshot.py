@@ -29,7 +29,7 @@ _FORMAT = 1
 _HEADER_BYTES_MAX = 64 << 20
 _EPOCH_MAX = 1 << 40
 _STRIDE_MAX = 1 << 48  # elements; of a tensor without elements, the product of its other dimensions
-_DEPTH_MAX = 8  # of nested hyperparameters
+_DEPTH_MAX = 8  # nesting of hyperparameters
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (

@@ -1,4 +1,4 @@
-"""Which states a newcomer may take, by what the electors of the swarm's head say that they hold. Pure.
+"""The states that a newcomer may take, according to the electors of the swarm's head. Pure.
 
 Electors answer on an authenticated connection, so that a signature would prove nothing more to the newcomer
 (docs/decisions/0032). Donors that are no electors have no voice: however many there are, they can only give

@@ -1,8 +1,8 @@
 """Gathering of experts' answers: it decides, per sample, when a mixture layer has waited long enough.
 
 Each sample selected up to K experts and needs `k_min` of them. Once every sample has that many, or can get no
-more, pending experts have a little more time (`GatherTimeouts`), and are then dropped. Pure logic; experts
-are numbers, and each is expected for some rows (samples) of the batch.
+more, pending experts get a little more time (`GatherTimeouts`) and are then dropped. Pure logic; experts are
+numbers, and each is expected for some rows (samples) of the batch.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Gathering:
         return self._last_reply_s + max(self._timeouts.wait_s(self._last_reply_s - self._begun_s), expected_s)
 
     def deadline_s(self) -> float:
-        """Return the time by which to ask `over` again."""
+        """Return the time at which to check `over` again."""
         if self._satisfied_s is not None:
             return min(
                 self._until_s, self._satisfied_s + self._timeouts.wait_s(self._satisfied_s - self._begun_s)

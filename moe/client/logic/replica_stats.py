@@ -34,7 +34,7 @@ _REPORTED_WAIT_TTL_S = 5.0  # how long a reported wait overrides the declared on
 # a replica is drawn in proportion to (1 / expected time) to this power. 0: evenly, large: the fastest, which
 # then gets all requests and is the fastest no more
 SELECTION_EXPONENT = 2.0
-REPLICAS_MAX = 10_000  # whose answer times are remembered
+REPLICAS_MAX = 10_000  # replicas whose answer times are remembered
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Several batches in a pipeline at a time: one forward, one backward (1F1B).
+"""Several batches in a pipeline at the same time: one forward, one backward (1F1B).
 
 The micro-batches of all batches share the slots of the pipeline. Each goes through all stages, its loss is
 computed on the caller's thread, and it goes back at once; then its slot is free for the next one. After
@@ -30,7 +30,7 @@ LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """One batch under way."""
+    """One batch in progress."""
 
     inputs: torch.Tensor  # the caller's, which gets the gradient
     targets: Sequence[torch.Tensor]  # by micro-batch
@@ -51,7 +51,7 @@ class _Part:
 
 class BatchStream:
     """The batches of one call of `train_batches`. Its methods are called on the caller's thread, tasks run on
-    the network loop. To be closed.
+    the network loop. Call `close` after an error.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class BatchStream:
         self.report.micro_batches += len(batch.targets)
 
     def finish(self) -> list[float]:
-        """Wait for everything that is under way, hand the inputs their gradients, and return the losses."""
+        """Wait for everything in progress, write the gradients of the inputs, and return the losses."""
         self._turn(0)
         for batch in self._batches:
             self._hand_over(batch)
@@ -95,7 +95,7 @@ class BatchStream:
         return [batch.loss for batch in self._batches]
 
     def close(self) -> None:
-        """End what is still under way, after an error."""
+        """Cancel everything in progress, after an error."""
 
         async def cancel() -> None:
             for task in self._tasks:

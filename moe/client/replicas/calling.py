@@ -51,8 +51,8 @@ if TYPE_CHECKING:
 
 _TOO_SLOW = "it was too slow to be waited for"
 _OVERTAKEN = "it was overtaken by another replica"
-_REPEATS_MAX = 3  # of a backward pass that got no reply
-_REPEAT_FIRST_S = 0.05  # before the first repetition; doubles
+_REPEATS_MAX = 3  # repetitions of a backward pass that got no reply
+_REPEAT_FIRST_S = 0.05  # pause before the first repetition; doubles
 # share of the remaining time that one attempt may take, so that a lost reply can be asked for again
 _WAIT_SHARE = 0.6
 _ATTEMPTS_MAX = 8  # replicas to ask when no other expert can replace this one

@@ -33,8 +33,9 @@ from swarm.core.ids import PeerId
 # a server that claims to take one sample at a time must not make a caller send thousands of requests
 PARTS_MAX = 256
 _PARTS_IN_FLIGHT_MAX = 4  # enough to keep a server busy while answers travel
-_PEERS_MAX = 4096  # whose limits are remembered
-_LIMITS_LEARNED_MAX = 2  # in one call: a server that names a smaller limit each time is not followed
+_PEERS_MAX = 4096  # servers whose limits are remembered
+# Limits learned in one call: a server that names a smaller limit each time is not followed.
+_LIMITS_LEARNED_MAX = 2
 
 
 class SplitCalls:

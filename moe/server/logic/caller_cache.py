@@ -1,9 +1,7 @@
-"""A cache of what a server keeps for its callers: the inputs of forward passes whose backward passes are
-likely to follow, so that they need not be sent again, and what backward passes have answered.
-
-It is bounded in total, per caller, and for all strangers together; the oldest entries are dropped first,
-those of strangers before those of members. An identity costs nothing, so no bound per caller bounds
-strangers.
+"""A cache that a server keeps for its callers: the inputs of forward passes whose backward passes are likely
+to follow, so that they need not be sent again, and the answers of backward passes. It is bounded in total,
+per caller, and for all strangers together; the oldest entries are dropped first, those of strangers before
+those of members. Identities are free, so a bound per caller alone would not limit strangers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which experts of a grid a server hosts: those that the grid lacks most, and others when they are needed
+"""The experts of a grid that a server hosts: those that the grid lacks most, and later others that are needed
 more.
 
 Every server reads the same declarations and computes the same plan from them, so no master is needed: an
@@ -30,12 +30,12 @@ BUSY_MIN: Final = 0.7
 # A server moves only if its old expert is then less busy than this fraction of how busy the new one was.
 GAIN: Final = 0.9
 WINDOW_S: Final = 10.0  # shorter than the time between two declarations, so that each has a new fraction
-SETTLE_S: Final = 20.0  # that a plan must stand: longer than the time between two declarations
+SETTLE_S: Final = 20.0  # time that a plan must stand: longer than the time between two declarations
 # The same for a move to a busier expert: how busy servers are lags behind what others do.
 BUSY_SETTLE_S: Final = 60.0
-STAY_S: Final = 300.0  # that a server stays after it moved, unless an expert has no server at all
-PATIENCE_S: Final = 60.0  # after which the plan goes on without a server that does not move
-IGNORED_S: Final = 1800.0  # that the plan does without it
+STAY_S: Final = 300.0  # time that a server stays after it moved, unless an expert has no server at all
+PATIENCE_S: Final = 60.0  # time after which the plan continues without a server that does not move
+IGNORED_S: Final = 1800.0  # time for which the plan ignores such a server
 
 # By expert: the servers that host it, with the fraction of the time that each of them computes. Experts that
 # nobody hosts are in it, too.
@@ -67,8 +67,8 @@ def choose_needed(load: GridLoad, own: PeerId, count: int, rng: random.Random) -
 
 
 def plan_moves(load: GridLoad, ignored: Collection[PeerId] = ()) -> list[Move]:
-    """Return the moves that the grid needs, at most one of each server. Peers with the same `load` get the
-    same plan. `ignored`: servers that do not move.
+    """Return the moves that the grid needs, at most one for each server. Peers with the same `load` compute
+    the same plan. `ignored`: servers that do not move.
     """
     servers = {uid: len(hosts) for uid, hosts in load.items()}
     busy = {uid: _busy(hosts) for uid, hosts in load.items()}
@@ -101,7 +101,7 @@ def plan_moves(load: GridLoad, ignored: Collection[PeerId] = ()) -> list[Move]:
 
 
 class BusyMeter:
-    """How much of the time a server computes, over the last `WINDOW_S` at least."""
+    """The fraction of the time in which a server computes, over at least the last `WINDOW_S`."""
 
     def __init__(self, now_s: float) -> None:
         self._since_s, self._before_s, self._fraction = now_s, 0.0, 0.0
@@ -125,7 +125,7 @@ class Placement:
         self._moved_s = float("-inf")
 
     def step(self, load: GridLoad, now_s: float) -> Move | None:
-        """Take what servers declare now, and return the move that this server should make at once."""
+        """Process the present declarations, and return the move that this server should make at once."""
         self._ignored = {server: end_s for server, end_s in self._ignored.items() if now_s < end_s}
         moves = plan_moves(load, self._ignored)
         self._since_s = {move: self._since_s.get(move, now_s) for move in moves}
@@ -143,7 +143,7 @@ class Placement:
 
 
 def _busy(hosts: Mapping[PeerId, float]) -> float:
-    """Return how busy an expert's servers are: from three on, one of them cannot decide it alone."""
+    """Return how busy an expert's servers are; with three or more, a single one cannot decide it."""
     return min(max(statistics.median(hosts.values()), 0.0), 1.0) if hosts else 0.0
 
 

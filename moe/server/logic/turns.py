@@ -16,7 +16,9 @@ PER_PERIOD = 64  # experts that a server averages in one period, about
 
 
 def turns_for(shared: int) -> int:
-    """Return in how many periods a server that shares this number of experts averages each of them once."""
+    """Return the number of periods in which a server with this number of shared experts averages each of them
+    once.
+    """
     turns = 1
     while turns * PER_PERIOD < shared:
         turns *= 2

@@ -16,15 +16,6 @@ def size(count: float) -> str:
     return f"{count:.1f} TB"
 
 
-def duration(seconds: float) -> str:
-    """Return a time as people say it: 40 s, 12 min, 3.5 h, 2.1 days."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    if seconds < 100 * 60:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
-
-
 def sparkline(values: Sequence[float], width: int) -> str:
     """Draw a series in one line of at most `width` columns, the newest value at the right.
 

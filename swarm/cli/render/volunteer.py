@@ -6,7 +6,8 @@ import time
 from typing import TYPE_CHECKING
 
 from swarm.cli.render.output import Presentation
-from swarm.cli.render.text import duration, size, sparkline
+from swarm.cli.render.text import size, sparkline
+from swarm.core.wording import duration
 from swarm.dht.logic.blobs import version_text
 from swarm.run import events
 
@@ -220,8 +221,8 @@ def _epoch(event: events.EpochDone) -> str:
 
 def _finished(event: events.Finished) -> str:
     loss = ""
-    if event.loss_first is not None and event.loss_last is not None:
-        loss = f" Loss {event.loss_first:.3f} -> {event.loss_last:.3f}."
+    if event.validation_first is not None and event.validation_loss is not None:
+        loss = f" Held-out loss {event.validation_first:.3f} -> {event.validation_loss:.3f}."
     failed = f", {event.failed_rounds} failed" if event.failed_rounds else ""
     return (
         f"finished at epoch {event.epoch} after {event.seconds:.0f} s: {event.reason}.{loss}"

@@ -11,6 +11,7 @@ import statistics
 from collections import OrderedDict
 
 from swarm.core.ids import PeerId
+from swarm.core.wording import duration
 
 SAMPLES_MAX = 64
 PEERS_MIN = 3  # with fewer samples it is unknown which clock is wrong
@@ -72,7 +73,7 @@ class ClockOffset:
                 return None
             side = "behind" if offset_s > 0 else "ahead of"
             return (
-                f"the clock of this machine (peer {own}) is {abs(offset_s):.1f} s {side} its peers' "
+                f"the clock of this machine (peer {own}) is {duration(abs(offset_s))} {side} its peers' "
                 "clocks: swarm corrects that for "
                 "itself; set the clock (by NTP), for everything else"
             )
@@ -82,7 +83,7 @@ class ClockOffset:
         peer, ahead_s = sample
         side = "behind" if ahead_s > 0 else "ahead of"
         return (
-            f"the clock of this machine (peer {own}) is {abs(ahead_s):.1f} s {side} the clock of peer "
+            f"the clock of this machine (peer {own}) is {duration(abs(ahead_s))} {side} the clock of peer "
             f"{peer}, and with fewer than "
             f"{PEERS_MIN} peers it is unknown which of the two is wrong: compare both with a third and "
             "set the wrong one (by NTP)"

@@ -238,6 +238,11 @@ class RecordValidator:
         # digests of accepted records, with `Rules.changes` when they were
         self._accepted: OrderedDict[bytes, int] = OrderedDict()
 
+    @property
+    def changes(self) -> int:
+        """Return `Rules.changes`: until the next one an accepted record stays so while it lives."""
+        return self._rules.changes if self._rules is not None else 0
+
     def refusal(self, record: Record, now_us: int) -> str | None:
         """Return why the record is not acceptable now, or None. Its value is decoded after its signature was
         verified: a check of the signature always takes the same time, and only the writer of a record can
@@ -264,7 +269,7 @@ class RecordValidator:
             return namespace_refusal(record) or f"a signature has {_SIGNATURE_BYTES} bytes"
         message = signing_bytes(record)
         digest = hashlib.sha256(message + record.signature).digest()
-        changes = self._rules.changes if self._rules is not None else 0
+        changes = self.changes
         if self._accepted.get(digest) == changes:
             return None  # the rest depends on nothing but the record and the rules
         refusal = (

@@ -8,12 +8,17 @@ import math
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from swarm.core.backoff import backoff_s
 from swarm.core.ids import PeerId
 
-PAUSES_S = (60.0, 240.0, 900.0)  # after one failure, after two, after more
 SLACK_S = 30.0  # by which the other end may be earlier: its pause began when its own attempt was over
 ATTEMPTS_MAX = 16  # at a time: each dials for seconds
 PEERS_MAX = 1024  # whose failures are remembered; the one that was tried longest ago is forgotten
+
+
+def pause_s(failures: int) -> float:
+    """Return the pause after this number of failures in a row: 60 s, 240 s, then 900 s."""
+    return backoff_s(failures, first_s=60.0, max_s=900.0, growth=4.0)
 
 
 @dataclass(slots=True)
@@ -54,7 +59,7 @@ class Punches:
         self._peers.move_to_end(peer_id)
         if len(self._peers) > PEERS_MAX:
             self._peers.popitem(last=False)
-        tries.not_before_s = now_s + PAUSES_S[0]
+        tries.not_before_s = now_s + pause_s(1)
         self._running.add(peer_id)
         return ""
 
@@ -72,4 +77,4 @@ class Punches:
             return
         tries = self._peers.setdefault(peer_id, _Tries())
         tries.failures += 1
-        tries.not_before_s = now_s + PAUSES_S[min(tries.failures, len(PAUSES_S)) - 1]
+        tries.not_before_s = now_s + pause_s(tries.failures)

@@ -18,14 +18,14 @@ from swarm.core.errors import PeerError, UsageError
 from swarm.core.ids import RUN_ID, RUN_NAME, Contact
 
 SERVICE = "_p2p._udp.local."  # libp2p's
-RUNS_MAX = 32  # that are listed
-PEERS_MAX = 16  # of one run
+RUNS_MAX = 32  # runs that are listed
+PEERS_MAX = 16  # peers of one run
 WHO_CHARACTERS_MAX = 40
 DATAGRAM_BYTES_MAX = 4096
 _TEXT_BYTES_MAX = 2048
 _FIELDS_MAX = 24
-_ADDRESSES_MAX = 4  # of one peer: machines with more private networks are rare
-_FIELD_BYTES_MAX = 255  # of TXT records
+_ADDRESSES_MAX = 4  # addresses of one peer: machines with more private networks are rare
+_FIELD_BYTES_MAX = 255  # size of a field in a TXT record
 _PRIVATE = tuple(IPv4Network(one) for one in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16"))
 _DATAGRAMS_PER_S, _DATAGRAMS_BURST = 10.0, 40.0  # of one sender: an honest one sends a few at its start
 _ALL_PER_S, _ALL_BURST = 100.0, 400.0  # of all

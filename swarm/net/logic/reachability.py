@@ -21,12 +21,13 @@ Verdict: TypeAlias = Literal["direct", "hidden", "unknown"]
 NodeReach: TypeAlias = Literal["direct", "relayed", "hidden", "unknown", "none"]
 
 ASKED_MAX: Final = 3  # peers in one check, each in another network
-FAILURES_MIN: Final = 3  # before a peer that could be called takes itself for hidden
+FAILURES_MIN: Final = 3  # failures before a peer that could be called considers itself hidden
 WITNESSES_OF_A_MOVE: Final = 2  # peers that see another address of this one: one may be mistaken, or lie
 CHECK_S: Final = (
     600.0  # between two checks of a verdict. Smaller: traffic; larger: a lost port is noticed late
 )
-RETRY_S: Final = 15.0  # until the next check while there is doubt; the others answer one peer every 10 s
+# Pause until the next check while the verdict is doubtful; the others answer one peer every 10 s.
+RETRY_S: Final = 15.0
 _MOVES_MAX = 16
 
 

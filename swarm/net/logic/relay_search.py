@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from swarm.core.backoff import backoff_s
 from swarm.core.ids import Contact, PeerId
 
-RELAYS_WANTED = 2  # before no more are looked for: as many as this peer has reservations at
+RELAYS_WANTED = 2  # relays that end the search: a peer has reservations at this many
 ASKED_MAX = 4  # peers in one round
 _ASKED_AGAIN_S = 5.0  # pause before the same peer is asked again: it may have started a moment ago itself
 _ROUND_FIRST_S, _ROUND_S_MAX = 2.0, 60.0

@@ -1,4 +1,4 @@
-"""How long a peer that trains alone keeps its epoch open for peers that load its state. Pure."""
+"""The time for which a peer that trains alone keeps its epoch open for peers that load its state. Pure."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ class NewcomerWait:
         self._account_s, self._paid_s, self._waits = _FULL_S, now_s, False
 
     def empty(self) -> None:
-        """Empty the account: no wait goes on or begins until half of it is paid again."""
+        """Empty the account: no wait continues or begins until half of it is paid in again."""
         self._account_s, self._waits = 0.0, False
 
     def waits(self, now_s: float, *, newcomers: bool) -> bool:
-        """Return whether to keep the epoch, which is full, open at this time. `newcomers`: whether peers that
-        load a state, or have just done so, are known. Time since the last call is charged if that waited.
+        """Return whether to keep the full epoch open at this time. `newcomers`: whether peers are known that
+        load a state, or have just done so. The time since the last call is charged if that call returned
+        True.
         """
         elapsed_s, self._paid_s = max(now_s - self._paid_s, 0.0), now_s
         charged_s = elapsed_s if self._waits else 0.0

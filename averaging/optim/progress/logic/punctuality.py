@@ -1,5 +1,4 @@
-"""Steps that are short beside the epoch, so that a slow peer is punctual for rounds. Pure functions of the
-progress.
+"""The timing of a slow peer's steps, so that it is punctual for rounds. Pure functions of the progress.
 
 A round begins when the epoch is full, and the others wait for a peer that is in the middle of a step. For a
 peer whose step is long beside the epoch it is cheaper to wait for the round itself: its own pause costs the
@@ -14,7 +13,7 @@ import statistics
 from averaging.optim.progress.logic.view import ProgressView
 from swarm.core.ids import PeerId
 
-STEP_SHARE_MAX = 0.25  # of the epoch that one step should take
+STEP_SHARE_MAX = 0.25  # largest share of the epoch that one step should take
 # a step that takes at most this share of the epoch makes nobody wait for long
 _STEP_SHARE_UNNOTICED = 0.1
 SLOW = 0.5  # a peer is slow below this part of the others' median speed
@@ -59,7 +58,7 @@ def longest_wait_s(
 def absence_s(view: ProgressView, own: PeerId, samples_per_step: int) -> float:
     """Return for how long this peer's next step keeps it from rounds, in seconds; 0 while its speed is not
     known. Infinity when it is slow and the others fill an epoch meanwhile: waiting for it would cost them
-    more than it brings.
+    more than its samples are worth.
     """
     mine = view.peers.get(own)
     if mine is None or mine.samples_per_s <= 0.0:

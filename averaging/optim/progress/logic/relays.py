@@ -1,4 +1,4 @@
-"""Which peers a peer reports to directly, so that news reaches all peers of a run at a cost of O(log N)
+"""The peers that a peer reports to directly, so that news reaches all peers of a run at a cost of O(log N)
 messages per peer. Pure.
 
 Peers stand on a ring by their ids. News goes to the peers 1, 2, 4, … places further on, and each passes it
@@ -20,7 +20,9 @@ PROBED_MAX = 64
 
 
 def relays(own: PeerId, peers: Iterable[PeerId]) -> list[PeerId]:
-    """Return those of `peers` that `own` reports to: all of a few, otherwise log2 of their number."""
+    """Return those of `peers` that `own` reports to: all of them when they are few, otherwise log2 of their
+    number.
+    """
     others = sorted((peer for peer in peers if peer != own), key=lambda peer: peer.dht_id)
     if len(others) <= ALL_MAX:
         return others

@@ -43,7 +43,7 @@ BEGIN_FRACTION = 0.75
 # A peer that is silent for this long is considered gone. It exceeds the longest time between two reads of the
 # others' reports, or live peers would expire between two reads.
 REPORT_TTL_S = 15.0
-REFRESH_S_MIN = 0.25  # between two reads of the DHT when the epoch is about to be full
+REFRESH_S_MIN = 0.25  # interval of reads of the DHT when the epoch is about to be full
 # In a run with more peers it is longer in proportion: what one of them has done since its last report matters
 # less, and all of them together write and read as often
 REFRESH_MIN_PEERS = 8
@@ -273,8 +273,8 @@ class EpochProgress:
     def on_report(
         self, peer: PeerId, report: ProgressReport, now_s: float, expires_s: float | None = None
     ) -> bool:
-        """Take a report, from a record or from the peer itself. Return False when it is not new: older than
-        the known one, expired, or this peer's own.
+        """Process a report, from a record or from the peer itself. Return False when it is not new: older
+        than the known one, expired, or this peer's own.
         """
         expires_s = min(expires_s if expires_s is not None else math.inf, report.at_s + REPORT_TTL_S)
         known = self._others.get(peer)
@@ -358,10 +358,10 @@ class EpochProgress:
         return not self._present(now_s)
 
     def has_begun(self, now_s: float, believed: Collection[PeerId] | None = None) -> bool:
-        """Return whether the run has completed an epoch that this peer has not: by a certificate, or by the
-        report of anybody else; those that do not answer in time count, too. One is enough: without a state of
-        the run it is better to wait in vain than to begin the run a second time. `believed`: whose reports
-        count without a certificate; None: everybody's.
+        """Return whether the run has completed an epoch that this peer has not: by a certificate, or by a
+        report of another peer, even one that does not answer in time. One report is enough: without a state
+        of the run it is better to wait in vain than to begin the run a second time. `believed`: the peers
+        whose reports count without a certificate; None: all.
         """
         return self.swarm_epoch(now_s) > self.epoch or any(
             one.epoch > self.epoch or (self.certified_epoch == 0 and one.head not in (b"", self.head))

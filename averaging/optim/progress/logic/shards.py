@@ -98,8 +98,8 @@ def shard_of(run: str, peer: PeerId, bits: int) -> TreeNode:
 
 
 def bits_for(peers: int, bits: int) -> int:
-    """Return how finely a run of this many peers is to be divided, given the present division: it changes
-    only when shards are far from their nominal size.
+    """Return the number of bits by which a run of this many peers is divided, given the present division. It
+    changes only when shards are far from their nominal size.
     """
     wanted = 0 if peers <= FLAT_MAX else max(math.ceil(math.log2(peers / SHARD_MEMBERS)), 1)
     if bits == 0:

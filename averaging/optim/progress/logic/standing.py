@@ -1,4 +1,4 @@
-"""The reports that count, and with how much. Pure."""
+"""The reports that count, and their weights. Pure."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ReportStanding:
     is_large: bool = False
 
     def counts(self, peer: PeerId) -> bool:
-        """Return whether what a peer says counts for this one."""
+        """Return whether a peer's reports count for this one."""
         return not self.electors or peer in self.electors or self.is_proven(peer)
 
     def may_divide(self, peer: PeerId) -> bool:
@@ -39,8 +39,8 @@ class ReportStanding:
         return self.is_large or self.counts(peer)
 
     def counted(self, reports: Mapping[PeerId, _ReportT]) -> dict[PeerId, _ReportT]:
-        """Return those of the reports that count for something: all of them where no elector is there, for
-        instance because all have died.
+        """Return the reports that count; all of them when no elector is present, for instance because all
+        have died.
         """
         if not any(elector == self.own or elector in reports for elector in self.electors):
             return dict(reports)
@@ -49,7 +49,7 @@ class ReportStanding:
         }
 
     def rate_max(self, counted: Mapping[PeerId, ProgressReport]) -> Callable[[PeerId], float]:
-        """Return the highest rate with which each peer counts, in samples/s."""
+        """Return the highest rate in samples/s that counts for each peer."""
         # in any epoch: at the start of one no other peer has reported yet
         rates = {peer: report.rate for peer, report in counted.items() if report.rate > 0}
         electors = [rate for peer, rate in rates.items() if peer in self.electors]

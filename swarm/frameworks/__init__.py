@@ -1,0 +1,1 @@
+"""The training loops of other libraries with `swarm.Optimizer`: docs/howto/frameworks.md."""
