@@ -152,8 +152,9 @@ def write_run_file(run: Path, settings: dict[str, Any], codec: str, epochs: int)
 
 
 def train_together(folder: Path, model: Path, run: Path) -> tuple[Volunteer, int]:
-    """Train with three volunteers, one of them killed, and one more that comes late. Return the first one, and
-    the epoch of the late one.
+    """Train with three volunteers, one of them killed, and one more that comes late.
+
+    Returns the first one and the epoch of the late one.
     """
     peers = [Volunteer(folder, model, "founder", "start", str(run))]
     try:
