@@ -16,7 +16,7 @@ from moe.client.replicas.autograd_bridge import (
     uncompiled,
 )
 from moe.client.replicas.calling import ForwardResult, cast_to_schema
-from moe.protocol.calls import UNCOMPRESSED, GradientPass, WireCodecs
+from moe.protocol.calls import UNCOMPRESSED, GradientPass, WireCodecs, check_staleness_max
 from moe.protocol.names import ExpertUid
 from moe.protocol.schema import ExpertSchema, Tree, check, flatten, same_structure, unflatten
 from swarm.core.errors import UsageError
@@ -40,7 +40,7 @@ class RemoteExpert(torch.nn.Module):
         uid: Name of the expert, such as "ffn.0.1".
         forward_timeout_s: Limit of a forward pass.
         backward_timeout_s: Limit of a backward pass.
-        codecs: Codecs in which tensors are sent; None: uncompressed.
+        codecs: Codecs in which tensors are sent; None: those that the server names.
         staleness_max: Refuse a backward pass, with ExpertStale, when the expert's versions in the two passes
             are further apart than this: other callers make steps, and a server may restart. None: apply it.
 
@@ -64,11 +64,7 @@ class RemoteExpert(torch.nn.Module):
         self.uid = ExpertUid.parse(uid)
         self.forward_timeout_s, self.backward_timeout_s = forward_timeout_s, backward_timeout_s
         self.codecs = codecs or UNCOMPRESSED
-        if staleness_max is not None and not 0 <= staleness_max < 2**32:
-            raise UsageError(
-                f"staleness_max is a number of versions from 0 up, or None, not {staleness_max!r}"
-            )
-        self.staleness_max = staleness_max
+        self.staleness_max = check_staleness_max(staleness_max)
         self._bridge = NodeBridge(node)
         self._schema: ExpertSchema | None = None
 

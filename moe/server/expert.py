@@ -14,6 +14,7 @@ import torch
 
 from averaging.optim.state.snapshot import Blob
 from averaging.optim.state.view import StateView
+from moe.protocol.codecs import UNCOMPRESSED, WireCodecs
 from moe.protocol.schema import ExpertSchema, check, flatten, unflatten
 from moe.server.activations import ActivationCache
 from moe.server.batches import concatenate, split
@@ -60,6 +61,8 @@ class Expert:
         autocast: torch.bfloat16 or torch.float16 for `torch.autocast` around the module. Outputs are cast
             back to the dtypes of the schema. Gradients are not scaled, so small ones may become zero in
             float16.
+        codecs: Codecs in which callers send and get tensors unless they choose others. They belong to the
+            schema, so replicas have the same.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class Expert:
         device: torch.device | str | None = None,
         keep_activations_bytes: int = 0,
         autocast: torch.dtype | None = None,
+        codecs: WireCodecs = UNCOMPRESSED,
     ) -> None:
         # a dictionary is one argument on the network
         self._by_keyword = isinstance(sample_inputs, dict)
@@ -92,7 +96,7 @@ class Expert:
         tree, tensors = flatten(tuple(sample_inputs))
         with using(self.device), torch.no_grad():
             outputs = self._call_module(unflatten(tree, [tensor.to(self.device) for tensor in tensors]))
-        self.schema = ExpertSchema.from_samples(tuple(sample_inputs), outputs)
+        self.schema = ExpertSchema.from_samples(tuple(sample_inputs), outputs, codecs)
         self.clip_norm = clip_norm
         self._learner = ExpertLearner(self.module, optimizer, schedule, clip_norm)
         self.version = 0  # counts optimizer steps and averages with replicas
