@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from moe.protocol import methods
+from moe.protocol.codecs import UNCOMPRESSED as UNCOMPRESSED
+from moe.protocol.codecs import WireCodecs as WireCodecs
 from moe.protocol.declarations import ExpertReplica, ServerLoad
 from moe.protocol.errors import (
     ExpertApplied,
@@ -54,24 +56,6 @@ _SCHEMAS_MAX = 1024
 _CLASS_CHARACTERS_MAX = 64
 _POOLED_BYTES = 256 << 10  # encoding more bytes takes longer than a change of threads
 _TENSOR_CONNECTION = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WireCodecs:
-    """The codecs in which the tensors of a call are sent. None sends the elements as they are."""
-
-    inputs: str | None = None  # activations sent to the expert
-    outputs: str | None = None  # activations that it returns
-    gradients: str | None = None  # of outputs, sent to the expert
-    input_gradients: str | None = None  # gradients that it returns
-
-    def __post_init__(self) -> None:
-        for name in (self.inputs, self.outputs, self.gradients, self.input_gradients):
-            if name is not None:
-                find(name)
-
-
-UNCOMPRESSED = WireCodecs()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +156,13 @@ class GradientPass:
     staleness_max: int | None = None
 
 
+def check_staleness_max(staleness_max: int | None) -> int | None:
+    """Return a user's `staleness_max`. Raises UsageError when it is neither None nor a number of versions."""
+    if staleness_max is not None and not 0 <= staleness_max < 2**32:
+        raise UsageError(f"staleness_max is a number of versions from 0 up, or None, not {staleness_max!r}")
+    return staleness_max
+
+
 class ExpertCalls:
     """The caller's end of expert calls. A node has one instance: `node.service(ExpertCalls.from_node)`."""
 
@@ -256,6 +247,7 @@ class ExpertCalls:
         """
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         schema = await self.schema_of(replica, uid, timeout_s=timeout_s)
+        codecs = codecs.or_else(schema.codecs)
         batch = check(schema.input_leaves, inputs, "input")
         codec = find(codecs.outputs) if codecs.outputs else None
         request = _request(uid, schema, batch, codec)
@@ -294,6 +286,7 @@ class ExpertCalls:
         """
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         schema = await self.schema_of(replica, uid, timeout_s=timeout_s)
+        codecs = codecs.or_else(schema.codecs)
         batch = check(schema.input_leaves, tensors.inputs, "input")
         if len(tensors.gradients) != len(schema.gradient_leaves):
             raise UsageError(

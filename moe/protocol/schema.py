@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 import msgpack
 import torch
 
+from moe.protocol.codecs import UNCOMPRESSED, WireCodecs
 from swarm.core.errors import PeerError, UsageError
 
 LEAVES_MAX = 64
@@ -80,11 +81,13 @@ Tree: TypeAlias = "Leaf | tuple[Tree, ...] | list[Tree] | dict[str, Tree]"
 @dataclass(frozen=True)
 class ExpertSchema:
     """The inputs and outputs of an expert. `inputs` is a tuple of trees, the positional arguments; `outputs`
-    is one tree, the module's return value.
+    is one tree, the module's return value. `codecs`: those in which callers send and get the tensors unless
+    they choose others.
     """
 
     inputs: Tree
     outputs: Tree
+    codecs: WireCodecs = UNCOMPRESSED
 
     def __post_init__(self) -> None:
         for count, leaf in enumerate((*leaves(self.inputs), *leaves(self.outputs)), 1):
@@ -124,7 +127,10 @@ class ExpertSchema:
         """Return the schema in its wire format, msgpack. Raises UsageError when it is longer than
         SCHEMA_BYTES_MAX.
         """
-        packed: bytes = msgpack.packb([_to_wire(self.inputs), _to_wire(self.outputs)])
+        parts = [_to_wire(self.inputs), _to_wire(self.outputs)]
+        if any(self.codecs.names):  # the digest of a schema without codecs is that of earlier versions
+            parts.append(list(self.codecs.names))
+        packed: bytes = msgpack.packb(parts)
         if len(packed) > SCHEMA_BYTES_MAX:
             raise UsageError(
                 f"the schema of an expert has at most {SCHEMA_BYTES_MAX} bytes, not {len(packed)}"
@@ -142,19 +148,22 @@ class ExpertSchema:
         if len(packed) > SCHEMA_BYTES_MAX:
             raise PeerError(f"a schema has at most {SCHEMA_BYTES_MAX} bytes, not {len(packed)}")
         try:
-            inputs, outputs = msgpack.unpackb(packed)
-            return cls(_from_wire(inputs, 0), _from_wire(outputs, 0))
+            inputs, outputs, *more = msgpack.unpackb(packed)
+            codecs = _codecs_from_wire(*more) if more else UNCOMPRESSED
+            return cls(_from_wire(inputs, 0), _from_wire(outputs, 0), codecs)
         except (ValueError, TypeError, KeyError, RecursionError, msgpack.UnpackException) as error:
             raise PeerError(f"not the schema of an expert: {error}") from None
 
     @classmethod
-    def from_samples(cls, inputs: Sequence[Any], outputs: Any) -> ExpertSchema:
+    def from_samples(
+        cls, inputs: Sequence[Any], outputs: Any, codecs: WireCodecs = UNCOMPRESSED
+    ) -> ExpertSchema:
         """Make a schema from sample arguments and the module's result for them. Raises UsageError when these
         are not trees of tensors with one batch size.
         """
         input_tree, input_tensors = flatten(tuple(inputs))
         output_tree, output_tensors = flatten(outputs)
-        schema = cls(input_tree, output_tree)
+        schema = cls(input_tree, output_tree, codecs)
         batch_of(input_tensors)
         batch = batch_of([*input_tensors[:1], *output_tensors])
         if not batch:
@@ -290,6 +299,24 @@ def _from_wire(packed: Any, depth: int) -> Tree:
     ):
         raise ValueError("a shape is a list of sizes")
     return Leaf(_DTYPES[name], tuple(shape))
+
+
+def _codecs_from_wire(names: Any) -> WireCodecs:
+    if (
+        not isinstance(names, list)
+        or len(names) != len(UNCOMPRESSED.names)
+        or not all(
+            name is None or (isinstance(name, str) and len(name) <= _KEY_CHARACTERS_MAX) for name in names
+        )
+    ):
+        raise ValueError("codecs are names")
+    inputs, outputs, gradients, input_gradients = names
+    try:
+        return WireCodecs(
+            inputs=inputs, outputs=outputs, gradients=gradients, input_gradients=input_gradients
+        )
+    except UsageError as error:  # one that this version does not have
+        raise ValueError(str(error)) from None
 
 
 def _to_text(tree: Tree) -> str:

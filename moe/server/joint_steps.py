@@ -9,6 +9,10 @@ and steps its own optimizer, which is in the same state everywhere. Samples beyo
 next step, and a round with twice the target makes two steps with half of the sum each, so the number of steps
 follows from the number of samples alone.
 
+What a replica announces only begins a round. The step is made for what its members then bring, as its
+certificate says: no replica counts for more than two target batches, and one that announced more than it
+brought is not counted for a while, so that its words make no step early.
+
 A replica that missed a step takes the state of one that made it, and drops what it had gathered.
 """
 
@@ -26,7 +30,13 @@ from moe.protocol import methods
 from moe.protocol.declarations import Directory, ExpertReplica
 from moe.protocol.names import ExpertUid
 from moe.server.expert import Expert, Tensors
-from moe.server.logic.joint_counts import BatchCount, JointCounts
+from moe.server.logic.joint_counts import (
+    TARGETS_PER_REPLICA_MAX,
+    BatchCount,
+    JointCounts,
+    RoundVerdict,
+    judge,
+)
 from moe.server.logic.lineage import NAME_BYTES, VERSION_MAX, donors
 from moe.server.replica_states import ReplicaStates
 from swarm.core.errors import NetworkError, PeerError, SwarmError
@@ -49,7 +59,10 @@ _ROUND_TIMEOUT_S = 10.0
 _ROUNDS_MAX = 2  # failed rounds with the same replicas, after which this one steps without them
 _PAUSE_S = 0.2  # pause before a replica that could not catch up tries again
 _GROUP_SIZE = 32
-_STEPS_MAX = 8  # steps in one round: no replica can claim more
+_STEPS_MAX = 8  # steps in one round
+# A mean gradient of fewer samples is longer by noise, at most by the root of their ratio; a contribution of
+# a hostile replica among three is cut to this many medians.
+_CLIP_TO_MEDIAN = 16.0
 # gradients of one step are as in one process; they are no larger than the parameters, once per step
 _CODEC = "float32"
 _ROUNDS_AT_ONCE_MAX = 64
@@ -142,7 +155,7 @@ class JointExpert:
         used.
         """
         if peer in self._declared:
-            self._counts.note(peer, count)
+            self._counts.note(peer, count, self._node.clock.monotonic_s())
             self._look()
         else:
             self._met_unknown.notify()
@@ -175,8 +188,13 @@ class JointExpert:
         if self._busy or not self.expert.is_joint:
             return not self._busy
         own = self._own
-        counted = self._counts.samples(own) + (self._under_way if is_backward else 0)
+        counted = self._counts.samples(own, self.expert.target_batch_size)
+        counted += self._under_way if is_backward else 0
         return counted < self.expert.target_batch_size and not self._is_behind(own)
+
+    def _is_complete(self, own: BatchCount) -> bool:
+        target = self.expert.target_batch_size
+        return self._counts.samples(own, target) >= target
 
     def _is_behind(self, own: BatchCount) -> bool:
         return self._counts.is_behind(own, self._node.clock.monotonic_s())
@@ -191,7 +209,7 @@ class JointExpert:
             work = None
             if expert.is_joint and self._is_behind(own):
                 work = self._catch_up
-            elif expert.is_joint and together and self._counts.samples(own) >= expert.target_batch_size:
+            elif expert.is_joint and together and self._is_complete(own):
                 work = self._step
             elif not expert.is_joint and expert.target_batch_size and own.samples >= expert.target_batch_size:
                 work = self._step_alone
@@ -216,7 +234,7 @@ class JointExpert:
                 reply = await self._node.channels.call(
                     self._declared[peer].contact, methods.COUNT, request, timeout_s=_TELL_TIMEOUT_S
                 )
-                self._counts.note(peer, read_count(reply))
+                self._counts.note(peer, read_count(reply), self._node.clock.monotonic_s())
             except (PeerError, NetworkError) as error:
                 _log.info("%s steps without its replica at %s: %s", self._uid, peer.short, error)
                 self._counts.forget(peer)
@@ -234,14 +252,23 @@ class JointExpert:
 
     async def _step(self) -> None:
         """Make one step with the replicas that gather for it."""
+        announced = self._counts.announced(self._own)
         try:
             result = await asyncio.get_running_loop().run_in_executor(self._threads, self._run_round)
+            now_s = self._node.clock.monotonic_s()
             if result is None or result.failed:
                 self._failed_rounds += 1
                 _log.info("%s made no joint step: %s", self._uid, result.reason if result else "closed")
                 if self._failed_rounds >= _ROUNDS_MAX:
                     for peer in self._counts.together(self._own):
                         self._counts.forget(peer)
+            elif (verdict := self._judge(result, announced)).excessive or not self._completes(verdict):
+                _log.warning("%s made no joint step: its replicas brought too little, or too much", self._uid)
+                # who was not in the round may be late: once is an accident
+                self._failed_rounds += 1
+                absent = verdict.unkept - set(result.peers)
+                late = absent if self._failed_rounds < _ROUNDS_MAX else frozenset[PeerId]()
+                self._counts.distrust((verdict.excessive | verdict.unkept) - late, now_s)
             else:
                 self._failed_rounds = 0
                 self.steps += 1
@@ -288,6 +315,7 @@ class JointExpert:
                     name=f"steps-{digest}",
                     target_group_size=_GROUP_SIZE,
                     codec=_CODEC,
+                    clip_to_median=_CLIP_TO_MEDIAN,
                 )
             except SwarmError as error:
                 _log.info("%s makes no joint steps: %s", self._uid, error)
@@ -295,12 +323,14 @@ class JointExpert:
         with expert.lock:
             own = self._before = self._own
             taken = expert.take_batch(self._tensors)
+        # one huge request counts as much as a replica may bring
+        most = TARGETS_PER_REPLICA_MAX * expert.target_batch_size
         pending = None
         try:
             pending = self._averager.step(
-                float(taken.samples),
+                float(min(taken.samples, most)),
                 _ROUND_TIMEOUT_S,
-                gather=taken.counted,
+                gather=min(taken.counted, most),
                 wait=False,
                 round_key=f"{own.version} {own.head.hex()}",
             )
@@ -314,23 +344,32 @@ class JointExpert:
             if result is None or result.failed:
                 expert.return_batch(taken)
                 return result
+            verdict = self._judge(result, {})
+            if verdict.excessive or not self._completes(verdict):
+                expert.return_batch(taken)
+                return result
             samples = sum(result.weights[peer] * part for peer, part in result.contributions.items())
-            steps, carried = self._steps_due(result)
+            steps, carried = self._steps_due(verdict.samples, result.peers[0])
             name = hashlib.blake2b(f"{result.group_id} {result.digest}".encode(), digest_size=NAME_BYTES)
             if not expert.step_jointly(self._tensors, samples, steps, carried, name.digest()):
                 _log.warning("a step of %s with its replicas was refused", self._uid)
         return result
 
-    def _steps_due(self, result: RoundResult) -> tuple[int, int]:
-        """Return the number of steps that the round's batch is for, and the number of samples that this
-        replica carries over on behalf of all. There are several steps when replicas admitted passes at the
-        same moment.
+    def _judge(self, result: RoundResult, announced: Mapping[PeerId, int]) -> RoundVerdict:
+        return judge(result.gathered, result.weights, announced, self.expert.target_batch_size)
+
+    def _completes(self, verdict: RoundVerdict) -> bool:
+        return verdict.samples >= self.expert.target_batch_size
+
+    def _steps_due(self, samples: int, first: PeerId) -> tuple[int, int]:
+        """Return how many steps a batch of this size is for, and how many samples this replica carries
+        over: the first one of the group does for all. It is more than one step where replicas admitted passes
+        at the same moment.
         """
         target = self.expert.target_batch_size
-        counts = [one for one in result.gathered.values() if type(one) is int and 0 <= one < _SAMPLES_MAX]
-        steps = min(max(sum(counts) // target, 1), _STEPS_MAX)
-        left = min(max(sum(counts) - steps * target, 0), target - 1)
-        return steps, left if result.peers[0] == self._node.peer_id else 0
+        steps = min(max(samples // target, 1), _STEPS_MAX)
+        left = min(max(samples - steps * target, 0), target - 1)
+        return steps, left if first == self._node.peer_id else 0
 
 
 class JointSteps:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from moe.protocol.names import ExpertGrid
+from swarm.compression import find
 from swarm.core.errors import UsageError
 from swarm.run.owned import GRID_PREFIX, OwnedSpecification, SpecificationTable
 
@@ -45,6 +46,27 @@ class GridOptimizer(SpecificationTable):
         return self
 
 
+class GridCodecs(SpecificationTable):
+    """The codecs in which callers of the grid send and get tensors unless they choose others; without one the
+    elements travel as they are.
+    """
+
+    inputs: str | None = Field(default=None, max_length=64)  # activations sent to an expert
+    outputs: str | None = Field(default=None, max_length=64)  # activations that it returns
+    gradients: str | None = Field(default=None, max_length=64)  # of outputs, sent to it
+    input_gradients: str | None = Field(default=None, max_length=64)  # gradients that it returns
+
+    @field_validator("inputs", "outputs", "gradients", "input_gradients")
+    @classmethod
+    def _is_known(cls, value: str | None) -> str | None:
+        if value is not None:
+            try:
+                find(value)
+            except UsageError as error:
+                raise ValueError(str(error)) from error
+        return value
+
+
 class GridSpecification(OwnedSpecification):
     """All settings of a grid that its servers must have in common, as in the TOML file."""
 
@@ -64,6 +86,7 @@ class GridSpecification(OwnedSpecification):
     # seconds between two averages of replicas; 0: never
     average_s: Annotated[float, Field(ge=0, le=86400.0, allow_inf_nan=False)] = 60.0
     optimizer: GridOptimizer = GridOptimizer()
+    codecs: GridCodecs = GridCodecs()
 
     @model_validator(mode="before")
     @classmethod

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moe.classes import ExpertSettings, expert_class, make
+from moe.protocol.codecs import WireCodecs
 from moe.server.expert import Expert
 from swarm.core.device import resolve_device
 
@@ -61,6 +62,7 @@ class ExpertFactory:
             clip_norm=clip_norm,
             device=self.device,
             keep_activations_bytes=self._keep_activations_bytes,
+            codecs=WireCodecs(**self._grid.codecs.model_dump()),
         )
         expert.update_norm_max = update_norm_max
         expert.target_batch_size = optimizer.target_batch_size

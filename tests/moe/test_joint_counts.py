@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from moe.server.joint_steps import read_count
-from moe.server.logic.joint_counts import BatchCount, JointCounts
+from moe.server.logic.joint_counts import BatchCount, JointCounts, judge
 from swarm.core.errors import PeerError
 from swarm.testing.identities import SeededIdentity
 from swarm.wire.expert_pb2 import ExpertCount
@@ -16,27 +18,62 @@ HEAD = b"h" * 16
 
 def test_only_counts_for_the_same_parameters_are_added_up() -> None:
     counts, own = JointCounts(), BatchCount(3, HEAD, 5)
-    counts.note(A, BatchCount(3, HEAD, 7))
-    counts.note(B, BatchCount(3, b"", 100))
-    counts.note(C, BatchCount(2, HEAD, 100))
-    assert counts.samples(own) == 12
+    counts.note(A, BatchCount(3, HEAD, 7), 0.0)
+    counts.note(B, BatchCount(3, b"", 100), 0.0)
+    counts.note(C, BatchCount(2, HEAD, 100), 0.0)
+    assert counts.samples(own, 32) == 12
     assert counts.together(own) == [A]
     assert set(counts.apart(own, 0.0)) == {B, C}
     counts.forget(A)
-    assert counts.samples(own) == 5
+    assert counts.samples(own, 32) == 5
 
 
 def test_a_replica_that_stays_apart_is_left_out() -> None:
     counts, own = JointCounts(), BatchCount(3, HEAD, 5)
-    counts.note(A, BatchCount(9, b"", 1))
+    counts.note(A, BatchCount(9, b"", 1), 0.0)
     assert counts.is_behind(own, 0.0)
     assert counts.is_behind(own, 4.0)
     assert not counts.is_behind(own, 6.0), "one that is ahead for ever must not stop the expert"
     assert not counts.apart(own, 6.0)
-    counts.note(A, BatchCount(3, HEAD, 1))
+    counts.note(A, BatchCount(3, HEAD, 1), 0.0)
     assert not counts.apart(own, 7.0)
-    counts.note(A, BatchCount(4, HEAD, 1))
+    counts.note(A, BatchCount(4, HEAD, 1), 0.0)
     assert counts.is_behind(own, 8.0), "it has come back meanwhile"
+
+
+def test_a_replica_counts_for_at_most_two_target_batches() -> None:
+    counts, own = JointCounts(), BatchCount(3, HEAD, 5)
+    counts.note(A, BatchCount(3, HEAD, 1 << 40), 0.0)
+    assert counts.samples(own, 32) == 5 + 64
+
+
+def test_a_replica_that_brings_less_than_it_announced_is_not_counted_for_longer_each_time() -> None:
+    counts, own = JointCounts(), BatchCount(3, HEAD, 5)
+    now_s = 0.0
+    for pause_s in (10.0, 40.0, 160.0, 640.0, 640.0):
+        counts.note(A, BatchCount(3, HEAD, 32), now_s)
+        assert counts.together(own) == [A]
+        counts.distrust([A], now_s)
+        counts.note(A, BatchCount(3, HEAD, 32), now_s + pause_s - 1.0)
+        assert not counts.together(own)
+        now_s += pause_s
+
+
+def test_a_round_is_judged_by_what_its_members_bring() -> None:
+    kept = judge({A: 20, B: 12, C: 0}, {A: 20.0, B: 12.0, C: 0.0}, {B: 12, C: 0}, 32)
+    assert (kept.samples, kept.excessive, kept.unkept) == (32, frozenset(), frozenset())
+    lie = judge({A: 4, B: 0}, {A: 4.0, B: 0.0}, {B: 32}, 32)
+    assert (lie.samples, lie.unkept) == (4, {B})
+    assert judge({A: 4}, {A: 4.0}, {B: 32}, 32).unkept == {B}, "it did not take part"
+
+
+@pytest.mark.parametrize(
+    ("count", "weight"), [(1 << 40, 1.0), (1, 1e9), (1, math.nan), (-1, 1.0), ("1", 1.0), (None, 1.0)]
+)
+def test_a_member_that_claims_more_than_a_replica_can_have_is_named(count: object, weight: float) -> None:
+    verdict = judge({A: 4, B: count}, {A: 4.0, B: weight}, {}, 32)
+    assert verdict.excessive == {B}
+    assert verdict.samples == 4
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ experts are not ready yet.
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -64,9 +66,45 @@ def test_a_restart_between_forward_and_backward_is_seen() -> None:
         assert layer.last_backward.versions_apart == {"ffn.0": -4}
 
 
+def test_a_stale_expert_of_a_mixture_counts_as_lost_in_the_backward_pass() -> None:
+    with pair({"ffn.0": expert(optimizer=sgd)}) as two:
+        layers = [
+            swarm.RemoteMixtureOfExperts(two.guest, 16, grid="ffn.[0:1]", k_best=1, staleness_max=limit)
+            for limit in (1, 2)
+        ]
+        outputs = [layer(torch.ones(2, 16)) for layer in layers]
+        learn(two, 2)
+        outputs[0].sum().backward()
+        assert layers[0].last_backward is not None
+        assert "staleness_max = 1 apart" in layers[0].last_backward.failed["ffn.0"]
+        assert version_of(two.server) == 2, "it was not applied"
+        outputs[1].sum().backward()
+        assert version_of(two.server) == 3
+
+
+def test_a_stale_stage_of_a_pipeline_is_computed_again() -> None:
+    with pair({"ffn.0": expert(optimizer=sgd)}) as two:
+        pipeline = swarm.RemoteSequential(two.guest, "ffn.[0:1]", micro_batch_size=2, staleness_max=1)
+        x = torch.ones(2, 16, requires_grad=True)
+        output = pipeline(x)
+        learn(two, 2)
+        module = copy.deepcopy(two.server.experts[UID].module)
+        output.sum().backward()
+        assert version_of(two.server) == 3
+        assert pipeline.last_backward is not None
+        assert any("staleness_max = 1 apart" in one for one in pipeline.last_backward.rerouted)
+        expected = torch.autograd.grad(module(x).sum(), x)[0]
+        assert x.grad is not None
+        assert torch.allclose(x.grad, expected, atol=1e-6), "the gradient is that of the present parameters"
+
+
 def test_a_negative_limit_is_refused() -> None:
     with pair({"ffn.0": expert()}) as two, pytest.raises(UsageError, match="staleness_max"):
         two.remote(staleness_max=-1)
+    with pair({"ffn.0": expert()}) as two, pytest.raises(UsageError, match="staleness_max"):
+        swarm.RemoteMixtureOfExperts(two.guest, 16, grid="ffn.[0:1]", k_best=1, staleness_max=-1)
+    with pair({"ffn.0": expert()}) as two, pytest.raises(UsageError, match="staleness_max"):
+        swarm.RemoteSequential(two.guest, "ffn.[0:1]", staleness_max=-1)
 
 
 def test_callers_hear_that_experts_are_not_ready_yet() -> None:

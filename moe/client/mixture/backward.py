@@ -135,7 +135,7 @@ class BackwardPass:
             lambda: [one[places.rows, places.columns] if one is not None else None for one in gradients],
         )
         try:
-            tensors = GradientPass(inputs, expert_gradients)
+            tensors = GradientPass(inputs, expert_gradients, self._options.staleness_max)
             return await self._calls.backward(
                 result, tensors, deadline_s=deadline_s, codecs=self._options.codecs
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from moe.client.logic.gathering import GatherTimeouts
-from moe.protocol.calls import UNCOMPRESSED, WireCodecs
+from moe.protocol.calls import UNCOMPRESSED, WireCodecs, check_staleness_max
 from moe.protocol.names import ExpertGrid
 from swarm.core.errors import UsageError
 
@@ -28,6 +28,7 @@ class MixtureOptions:
     gather_timeouts: GatherTimeouts
     allow_zero_outputs: bool
     codecs: WireCodecs = UNCOMPRESSED
+    staleness_max: int | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.k_best <= self.grid.count:
@@ -40,6 +41,7 @@ class MixtureOptions:
                 f"k_min and backward_k_min are from 0 to k_best, {self.k_best}: "
                 f"not {self.k_min} and {self.backward_k_min}"
             )
+        check_staleness_max(self.staleness_max)
         if not (0.0 < self.forward_timeout_s < float("inf") and 0.0 < self.backward_timeout_s < float("inf")):
             raise UsageError("forward_timeout_s and backward_timeout_s are positive numbers of seconds")
 

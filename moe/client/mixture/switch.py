@@ -73,6 +73,7 @@ class RemoteSwitchMixtureOfExperts(nn.Module):
         backward_k_min: int = 0,
         backward_timeout_s: float | None = None,
         allow_zero_outputs: bool = True,
+        staleness_max: int | None = None,
         config: SwitchConfig | None = None,
     ) -> None:
         super().__init__()
@@ -89,6 +90,7 @@ class RemoteSwitchMixtureOfExperts(nn.Module):
             backward_timeout_s=backward_timeout_s,
             allow_zero_outputs=allow_zero_outputs,
             codecs=self.config.codecs,
+            staleness_max=staleness_max,
         )
         self.grid, self.in_features, self.options = self._mixture.grid, in_features, self._mixture.options
         for dimension, size in enumerate(self.grid.shape):

@@ -18,7 +18,7 @@ import torch
 
 from moe.client.replicas.calling import ForwardCall, ForwardResult, ReplicaCalls
 from moe.client.replicas.together import run_together
-from moe.protocol.calls import UNCOMPRESSED, GradientPass, WireCodecs
+from moe.protocol.calls import UNCOMPRESSED, GradientPass, WireCodecs, check_staleness_max
 from moe.protocol.errors import ExpertRefused
 from moe.protocol.names import ExpertUid
 from swarm.core.backoff import Backoff
@@ -44,8 +44,10 @@ class PipelineOptions:
     micro_batch_size: int
     in_flight_max: int  # micro-batches that are processed at a time
     codecs: WireCodecs = UNCOMPRESSED
+    staleness_max: int | None = None  # then a stage is computed again before its backward pass
 
     def __post_init__(self) -> None:
+        check_staleness_max(self.staleness_max)
         if not 1 <= len(self.stages) <= STAGES_MAX:
             raise UsageError(f"a pipeline has 1 to {STAGES_MAX} stages, not {len(self.stages)}")
         if not (0.0 < self.stage_timeout_s < float("inf") and 0.0 < self.timeout_s < float("inf")):
@@ -222,7 +224,7 @@ class PipelinePass:
         """
         clock, options, call = self._calls.clock, self._options, micro_batch.stage_calls[stage]
         result = call.result.for_pass(pass_number)
-        tensors = GradientPass(call.inputs, gradients)
+        tensors = GradientPass(call.inputs, gradients, options.staleness_max)
         while True:
             limit_s = min(clock.monotonic_s() + options.stage_timeout_s, self._deadline_s)
             try:

@@ -55,7 +55,9 @@ class RemoteSequential(nn.Module):
     every stage each micro-batch goes to one of the peers that host it, drawn by how quick they are. A peer
     that fails is replaced by another one of its stage, in the backward pass too: there the stage is computed
     again from its inputs. Each micro-batch is one optimizer step for a stage that learns, or a part of one,
-    since servers batch requests that wait.
+    since servers batch requests that wait. A stage that changed between the two passes of a micro-batch by
+    more than `staleness_max` versions (None: any number) is computed again with its present parameters before
+    the backward pass.
 
     Raises NotEnoughPeers when no peer completed a stage within `forward_timeout_s` or `backward_timeout_s`,
     and UsageError for wrong arguments or inputs that the first stage does not take.
@@ -69,6 +71,7 @@ class RemoteSequential(nn.Module):
         micro_batch_size: int | None = None,
         forward_timeout_s: float = 60.0,
         backward_timeout_s: float = 60.0,
+        staleness_max: int | None = None,
         config: PipelineConfig | None = None,
     ) -> None:
         super().__init__()
@@ -78,6 +81,7 @@ class RemoteSequential(nn.Module):
                 f"a pipeline has at most {STAGES_MAX} stages, and {blocks} are {self.grid.count:,}"
             )
         self.micro_batch_size = micro_batch_size
+        self.staleness_max = staleness_max
         self._forward_timeout_s, self._backward_timeout_s = forward_timeout_s, backward_timeout_s
         self.pass_options(1, forward_timeout_s)  # raises now when the arguments are wrong
         self.pass_options(1, backward_timeout_s)
@@ -174,6 +178,7 @@ class RemoteSequential(nn.Module):
             micro_batch_size=-(-batch // _DEFAULT_MICRO_BATCHES) if size is None else size,
             in_flight_max=self.config.in_flight_max,
             codecs=self.config.codecs,
+            staleness_max=self.staleness_max,
         )
 
     def extra_repr(self) -> str:

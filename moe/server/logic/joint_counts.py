@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from swarm.core.ids import PeerId
 
 # a replica whose parameters stay others' than ours this long is left out: it may be hostile, or lost
 _APART_S_MAX = 5.0
+# One replica counts for at most this many target batches in a step: an honest one takes no further passes
+# once the batch is complete, and goes beyond it by one request.
+TARGETS_PER_REPLICA_MAX = 2
+# A replica that announced samples and did not bring them is not counted for this long; four times as long
+# each further time, at most 64 times.
+_DISTRUST_S = 10.0
+_DISTRUST_GROWTH = 4
+_DISTRUST_TIMES_MAX = 3
+_DISTRUSTED_MAX = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +40,22 @@ class JointCounts:
     def __init__(self) -> None:
         self._counts: dict[PeerId, BatchCount] = {}
         self._apart_since_s: dict[PeerId, float] = {}
+        self._distrusted: dict[PeerId, tuple[int, float]] = {}  # how often, and until when
 
-    def note(self, peer: PeerId, count: BatchCount) -> None:
-        """Record a replica's count."""
-        self._counts[peer] = count
+    def note(self, peer: PeerId, count: BatchCount, now_s: float) -> None:
+        """Record what a replica has said. One that is not trusted now is not counted."""
+        if now_s >= self._distrusted.get(peer, (0, 0.0))[1]:
+            self._counts[peer] = count
+
+    def distrust(self, peers: Iterable[PeerId], now_s: float) -> None:
+        """Forget replicas, and do not count them for a while: they announced samples and brought fewer."""
+        for peer in peers:
+            self.forget(peer)
+            times = self._distrusted.pop(peer, (0, 0.0))[0]
+            pause_s = _DISTRUST_S * _DISTRUST_GROWTH ** min(times, _DISTRUST_TIMES_MAX)
+            self._distrusted[peer] = (times + 1, now_s + pause_s)
+            if len(self._distrusted) > _DISTRUSTED_MAX:
+                self._distrusted.pop(next(iter(self._distrusted)))
 
     def forget(self, peer: PeerId) -> None:
         """Forget a replica that has left or does not answer."""
@@ -49,10 +71,16 @@ class JointCounts:
         """Return the replicas that gather for the same step as this one."""
         return [peer for peer, count in self._counts.items() if count.basis == own.basis]
 
-    def samples(self, own: BatchCount) -> int:
-        """Return the number of samples that all replicas have gathered for this one's next step."""
-        others = [count.samples for count in self._counts.values() if count.basis == own.basis]
-        return own.samples + sum(others)
+    def samples(self, own: BatchCount, target: int) -> int:
+        """Return how many samples all replicas have gathered for this one's next step of `target` samples,
+        each of the others within its limit.
+        """
+        others = [self._counts[peer].samples for peer in self.together(own)]
+        return own.samples + sum(min(count, TARGETS_PER_REPLICA_MAX * target) for count in others)
+
+    def announced(self, own: BatchCount) -> dict[PeerId, int]:
+        """Return the samples that each of the others has announced for this one's next step."""
+        return {peer: self._counts[peer].samples for peer in self.together(own)}
 
     def apart(self, own: BatchCount, now_s: float) -> list[PeerId]:
         """Return the replicas with other parameters that may soon have the same ones: one of the two missed a
@@ -65,3 +93,36 @@ class JointCounts:
     def is_behind(self, own: BatchCount, now_s: float) -> bool:
         """Return whether some replica has later parameters than this one."""
         return any(self._counts[peer].version >= own.version for peer in self.apart(own, now_s))
+
+
+@dataclass(frozen=True, slots=True)
+class RoundVerdict:
+    """The samples that the members of a committed round brought for a step. All members come to the same
+    one, except for `unkept`, which depends on what this replica was told.
+    """
+
+    samples: int  # that count for the step
+    excessive: frozenset[PeerId]  # members that claim more than a replica can have
+    unkept: frozenset[PeerId]  # replicas that had announced more than they brought
+
+
+def judge(
+    counts: Mapping[PeerId, object],
+    weights: Mapping[PeerId, float],
+    announced: Mapping[PeerId, int],
+    target: int,
+) -> RoundVerdict:
+    """Judge a round by what its certificate says. `counts` and `weights` are those of its members: samples
+    that count for the step, and samples whose gradients are in the mean. `announced`: what this replica had
+    been told before.
+    """
+    most = TARGETS_PER_REPLICA_MAX * target
+    brought = {peer: one for peer, one in counts.items() if type(one) is int and one >= 0}
+    excessive = {peer for peer in counts if peer not in brought or brought[peer] > most}
+    excessive |= {peer for peer, weight in weights.items() if not weight <= most}
+    unkept = {peer for peer, one in announced.items() if min(one, most) > brought.get(peer, 0)}
+    return RoundVerdict(
+        sum(one for peer, one in brought.items() if peer not in excessive),
+        frozenset(excessive),
+        frozenset(unkept),
+    )
