@@ -106,6 +106,7 @@ class RunLedger:
             is_member=lambda peer: self._standing.is_member(peer, self._run),
             is_proven=self.has_standing,
             is_holding=self._ledger.is_holding,
+            is_doubted=self._ledger.is_doubted,
             is_passed_over=is_passed_over if electors and passes_over else _nobody,
         )
 

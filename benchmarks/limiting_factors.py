@@ -102,6 +102,12 @@ LIMITED_BY: dict[str, str] = {
     **{f"attacks-{members}-1000{of}-pace": _CROWD for members in (2, 4) for of in ("", "-20")},
     "membership-4-own-processor": _MEMBERSHIP,
     "membership-4-processor": _MEMBERSHIP + " The difference of two runs does not resolve a hundredth.",
+    "reach-training-relayed": (
+        "by calculation, not profiled: the relay's 50 Mbit/s. All three peers are hidden and no hole can be "
+        "punched, so the relay carries 4/3 of the model (float16) for each of them: about 0.3 s of the 0.5 s "
+        "by which an epoch of 1.7 s becomes longer. A member with an address would reduce instead, and the "
+        "relay carry no values."
+    ),
     "attacks-bad-4-waits-for-ever": (
         "as far as it is known, not profiled: the time until such a member is given up, 42 s of a round "
         "(docs/decisions/0048), where rounds without it take 17 s. It is passed over for 1, 4 and then 16 "

@@ -190,7 +190,9 @@ def measure(folder: Path, model: Path, method: str, codec: str, epochs: int) -> 
     finally:
         for one in peers:
             one.end()
+    print([one for one in founder.events if one["event"] == "epoch"], took_s, file=sys.stderr)
     loss = held_out_loss(founder, model, settings, method == "lora")
+    print({"before": before, "loss": loss}, file=sys.stderr, flush=True)
     alone = Volunteer(folder, model, "alone", "start", str(run))
     try:
         alone.wait("finished")

@@ -44,16 +44,21 @@ class AveragingArguments(TypedDict, total=False):
 
 
 class AuxiliaryPeer:
-    """Takes part in the rounds of a run's epochs without samples of its own: it adds the others' values for
-    its share of the vector, which its bandwidth earns it, and sends them the averages.
+    """A peer that takes part in the rounds of a run's epochs without samples of its own.
 
-    A machine without a GPU but with a good link helps trainers with slow ones. It receives no averages, has
-    no part in the progress of the epoch, and no state to give; rounds over the state go without it. A lone
-    trainer has no rounds that it could help with.
+    It adds the trainers' values for a share of the vector that follows from its bandwidth, and sends them the
+    averages. A machine without a GPU but with a good link helps trainers with slow ones. It receives no
+    averages, has no part in the progress of the epoch, and no state to give; rounds over the state go without
+    it. A lone trainer has no rounds that it could help with.
 
-    `inner`, `run`, `mode`, `codec`, `aggregation`, `clip_to_median`, `audit`, `config`: as the trainers have
-    them in `swarm.Optimizer`, or they do not meet. Of `inner` only the shapes and types of its parameters
-    count. Not for mode "gossip", whose rounds are of two trainers, and not for PowerSGD.
+    Args:
+        inner: An optimizer with parameters of the trainers' shapes and types; their values do not matter.
+        node: This process as a peer.
+        run: As the trainers have it, or they do not meet.
+        mode: As the trainers have it. Not "gossip", whose rounds are of two trainers.
+        config: As the trainers have it.
+        averaging: `codec`, `aggregation`, `clip_to_median` and `audit`, as the trainers have them. PowerSGD
+            has no place for an auxiliary peer.
     """
 
     def __init__(

@@ -286,9 +286,13 @@ def options_of(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def set_options(groups: Sequence[dict[str, Any]], options: Sequence[dict[str, Any]]) -> None:
-    """Set the options of parameter groups from `options_of`. Tensors keep their place in memory."""
+    """Set the options of parameter groups from `options_of`. Tensors keep their place in memory. What a
+    schedule has added to its groups is left out.
+    """
     for group, told in zip(groups, options, strict=True):
         for key, value in told.items():
+            if key not in group:
+                continue
             if isinstance(group[key], torch.Tensor):
                 group[key].fill_(value)
             else:

@@ -28,21 +28,24 @@ __all__ = ["RemoteExpert", "WireCodecs"]
 
 
 class RemoteExpert(torch.nn.Module):
-    """The expert called `uid`, wherever it is hosted: `y = expert(x)`, with the arguments and the result of
-    its module. Creating it causes no network traffic.
+    """The expert called `uid`, wherever it is hosted: `y = expert(x)`, as its module is called.
 
-    A backward pass returns the gradients of the inputs, and makes the expert learn where it is hosted. When
-    several servers host the expert, one is drawn by how quick they are, and another one is asked when that
-    one fails or is slow. The backward pass goes to the server that answered forward, and is applied there
-    once. `codecs` are the codecs in which tensors are sent (None: those that the server names).
+    Creating it causes no network traffic. A backward pass returns the gradients of the inputs, and makes the
+    expert learn where it is hosted. If several servers host the expert, one is drawn by how quick they are,
+    and another one is asked when that one fails or is slow. The backward pass goes to the server that
+    answered forward, and is applied there once.
 
-    The expert may have changed between the two passes, by steps of other callers or by a restart. The
-    backward pass then counts all the same, unless the versions are more than `staleness_max` apart: it is not
-    applied then, and raises ExpertStale.
+    Args:
+        node: This process as a peer.
+        uid: Name of the expert, such as "ffn.0.1".
+        forward_timeout_s: Limit of a forward pass.
+        backward_timeout_s: Limit of a backward pass.
+        codecs: Codecs in which tensors are sent; None: those that the server names.
+        staleness_max: Refuse a backward pass, with ExpertStale, when the expert's versions in the two passes
+            are further apart than this: other callers make steps, and a server may restart. None: apply it.
 
     Calls raise NotEnoughPeers (nobody hosts the expert), ExpertOverloaded, ExpertFailed, UsageError
-    (arguments that do not fit its schema), NetworkError, and DeadlineExceeded (after `forward_timeout_s` or
-    `backward_timeout_s`).
+    (arguments that do not fit its schema), NetworkError, and DeadlineExceeded.
     """
 
     def __init__(

@@ -43,29 +43,26 @@ class ComputationFailed(Exception):
 
 
 class Expert:
-    """A module as an expert. Its schema is that of `sample_inputs` (a tuple of arguments: tensors, or tuples,
-    lists and dictionaries of them; the first dimension of each is the batch) and of the module's result for
-    them. A dictionary of samples means keyword arguments, by name. The module's mode (train or eval) is left
-    as it is.
+    """A module as an expert, which other peers call. Its mode (train or eval) is left as it is.
 
-    `optimizer`: called with the trainable parameters, in float32 copies where they have 16 bits; it makes one
-    step per backward batch. A step that would leave NaN or infinity is undone. None: the expert is frozen,
-    and a backward pass only gives the gradients of its inputs. `schedule`: called with the
-    optimizer, returns a learning-rate schedule, which is stepped once per optimizer step. `clip_norm`:
-    gradients are scaled down to this norm. `device`: the module is moved there;
-    `cuda` means the current CUDA device, and None the device that the module is on.
-
-    `keep_activations_bytes`: keep the activations of forward passes that a backward pass is likely to follow,
-    up to this size of their tensors, instead of computing forward again. It pays where no other caller's step
-    comes between; each such request is a batch of its own, and dropout is then the same in both directions.
-
-    `autocast`: torch.bfloat16 or torch.float16, the dtype of `torch.autocast` around the module in forward
-    and backward passes; None computes in the module's own dtypes. The schema does not depend on it: outputs
-    are cast to the dtypes that they have without. Gradients are not scaled, so with float16 small ones may
-    become zero.
-
-    `codecs`: in which callers send and get tensors unless they choose others. They belong to the schema, so
-    replicas have the same.
+    Args:
+        module: The module. The result for the samples decides the schema, together with these.
+        sample_inputs: A tuple of arguments: tensors, or tuples, lists and dictionaries of them, whose first
+            dimension is the batch. A dictionary means keyword arguments, by name.
+        optimizer: Called with the trainable parameters (float32 copies of those with 16 bits); it makes one
+            step per backward batch. A step that would leave NaN or infinity is undone. None: the expert is
+            frozen, and a backward pass only gives the gradients of its inputs.
+        schedule: Called with the optimizer; the learning-rate schedule is stepped once per optimizer step.
+        clip_norm: Gradients are scaled down to this norm.
+        device: The module is moved there. "cuda": the current CUDA device; None: where the module is.
+        keep_activations_bytes: Keep up to this size of activations for backward passes, instead of computing
+            forward again. Pays where no step of another caller comes between; each such request is a batch of
+            its own, and dropout is then the same in both directions.
+        autocast: torch.bfloat16 or torch.float16 for `torch.autocast` around the module. Outputs are cast
+            back to the dtypes of the schema. Gradients are not scaled, so small ones may become zero in
+            float16.
+        codecs: Codecs in which callers send and get tensors unless they choose others. They belong to the
+            schema, so replicas have the same.
     """
 
     def __init__(

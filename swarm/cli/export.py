@@ -196,7 +196,8 @@ def _newest_on_disk(run: str) -> tuple[SignedSpecification, Checkpoint]:
 def _download(node: Node, directory: RunDirectory, signed: SignedSpecification, folder: Path) -> Checkpoint:
     """Download the current state of a run from its peers."""
     from swarm.run.exporting import read_checkpoint
-    from swarm.run.volunteer import Volunteer, VolunteerConfig
+    from swarm.run.volunteer import Volunteer
+    from swarm.run.volunteer_config import VolunteerConfig
 
     volunteer = Volunteer(
         node, signed, directory, VolunteerConfig(device="cpu"), lambda event: None, threading.Event()

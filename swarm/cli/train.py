@@ -38,6 +38,7 @@ from swarm.run.entering import find_run, refusal, unanswered, wait_for_answer
 from swarm.run.events import Event, Finished, Listening, Notice
 from swarm.run.limits import VolunteerLimits, parse_duration_s
 from swarm.run.preferences import LivePreferences, Preferences, PreferencesFile
+from swarm.run.ranks import LeadingRanks, follow, following_place, leading
 from swarm.runtime.collector import keep_present_objects
 
 if TYPE_CHECKING:
@@ -132,6 +133,8 @@ def start(file: Path, recovery_key: str | None, **given: Any) -> int:
       swarm start examples/bytelm.toml --recovery-key 12D3KooW...
       swarm start RUN.toml --bootstrap /ip4/203.0.113.7/tcp/4000/tls/http/p2p/12D3KooW...
     """
+    if (place := following_place()) is not None:
+        return follow(place)
     from swarm.run.machine import choose_device
     from swarm.run.recovery import recovery_key_of
     from swarm.run.specification import RunSpecification
@@ -202,6 +205,8 @@ def join(addresses: tuple[str, ...], run: str | None, **given: Any) -> int:
       swarm join ADDRESS --upload 20 --download 50 --hours 22-7 --memory 4G
       swarm join ADDRESS --when-idle --daily 5G
     """
+    if (place := following_place()) is not None:
+        return follow(place)
     from swarm.cli.finding import given_entry, nearby_entry, nearby_runs
 
     choices = TrainChoices.of(bootstrap=(), **given)
@@ -325,11 +330,18 @@ class _Session:
             self.shutdown.begin_cleanup()
 
     def train(self, signed: SignedSpecification, *, created: bool) -> None:
-        """Describe the run, ask the user, and train until the end."""
+        """Describe the run, ask the user, and train until the end, with the other processes of this peer if
+        torchrun has started some.
+        """
+        with leading(self.choices.data) as ranks:
+            self._train(signed, ranks, created=created)
+
+    def _train(self, signed: SignedSpecification, ranks: LeadingRanks | None, *, created: bool) -> None:
         from swarm.cli.finding import announce_by_name, announce_nearby
         from swarm.run.machine_use import MachineProbes
         from swarm.run.membership import check_invited, save_capability
-        from swarm.run.volunteer import Volunteer, VolunteerConfig
+        from swarm.run.volunteer import Volunteer
+        from swarm.run.volunteer_config import VolunteerConfig
 
         check_invited(signed, self.node.membership)
         control = Control(control_folder())
@@ -352,6 +364,7 @@ class _Session:
             checkpoints=self.choices.checkpoints(signed.run_id),
             probes=lambda device: MachineProbes(device, control.processes),
             log=ContributionLog(contributions_file()),
+            ranks=ranks,
         )
         volunteer = Volunteer(self.node, signed, self.directory, config, self.emit, self.shutdown.requested)
         self.emit(volunteer.describe_run(created=created))

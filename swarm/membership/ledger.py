@@ -151,6 +151,10 @@ class MemberLedger:
             return True
         return self.rounds < self._strangers.until and not (entry is not None and entry.is_member)
 
+    def is_doubted(self, peer: PeerId) -> bool:
+        """Return whether a peer has faults that are not forgiven yet. It may be in groups again."""
+        return self._has_fault(peer)
+
     def is_holding(self, peer: PeerId) -> bool:
         """Return whether a peer is passed over because it led a group and did not begin."""
         entry = self._entries.get(peer)

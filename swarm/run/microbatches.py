@@ -13,13 +13,14 @@ from averaging.optim.progress.logic.punctuality import longest_step
 from swarm.core.device import is_out_of_memory, release_cached_memory
 from swarm.core.errors import SwarmError
 from swarm.run.events import Emit, Notice
-from swarm.run.task import TaskData
+from swarm.run.task import Draw, TaskData
 
 if TYPE_CHECKING:
     import torch
 
     from averaging.optim.progress.logic.view import ProgressView
     from swarm.core.ids import PeerId
+    from swarm.run.ranks import LeadingRanks
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,8 +37,29 @@ class MicroBatches:
     device: torch.device
     emit: Emit
     samples_max: int | None = None  # size of one micro-batch; None: all samples of a step at once
+    ranks: LeadingRanks | None = None  # further processes of this peer, which make each step with it
+
+    @property
+    def processes(self) -> int:
+        """Return how many processes divide a step."""
+        return 1 if self.ranks is None else self.ranks.size
+
+    def start_epoch(self, draw: Draw) -> None:
+        """Start to draw batches with this seed, in all processes."""
+        self.data.start_epoch(draw if self.ranks is None else self.ranks.start_epoch(draw))
 
     def backward(self, samples: int, zero_grad: Callable[[], None]) -> list[tuple[int, torch.Tensor]]:
+        """Compute the gradient of the mean loss over `samples` samples of each process into `.grad`. Returns
+        and raises what `_fitting` does, about those of this process.
+        """
+        if self.ranks is None:
+            return self._fitting(samples, zero_grad)
+        self.ranks.begin_step(samples)
+        losses = self._fitting(samples, zero_grad)
+        self.ranks.end_step()
+        return losses
+
+    def _fitting(self, samples: int, zero_grad: Callable[[], None]) -> list[tuple[int, torch.Tensor]]:
         """Compute the gradient of the mean loss over `samples` samples into `.grad`.
 
         Returns the number of samples and the mean loss of each micro-batch. The losses are scalars on the

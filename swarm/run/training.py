@@ -72,17 +72,22 @@ class Training:
     def step(self) -> bool:
         """Train one batch and, if it completes an epoch, average. Return whether an epoch was completed."""
         view = self.optimizer.progress
-        samples = self.step_size.next(self.signed.training.batch_size, view, self.own_peer_id)
+        processes = self.micro_batches.processes
+        batch_size = self.signed.training.batch_size * processes
+        each = max(1, self.step_size.next(batch_size, view, self.own_peer_id) // processes)
+        samples = each * processes
         if self.optimizer.epoch != self.drawn_epoch:
             self.drawn_epoch = self.optimizer.epoch
             others = tuple(peer for peer in view.peers if peer != self.own_peer_id)
-            self.data.start_epoch(Draw(self.signed.run_id, self.drawn_epoch, self.own_peer_id, others))
-        self.stats.epoch.add(self.micro_batches.backward(samples, self.optimizer.zero_grad))
+            self.micro_batches.start_epoch(
+                Draw(self.signed.run_id, self.drawn_epoch, self.own_peer_id, others)
+            )
+        self.stats.epoch.add(self.micro_batches.backward(each, self.optimizer.zero_grad))
         report = self._optimizer_step(samples)
         if report is None or _ran_out_of_memory(report):
             self.optimizer.zero_grad()
             self.micro_batches.shrink(
-                samples, "a round of averaging" if report is not None else "the end of a step"
+                each, "a round of averaging" if report is not None else "the end of a step"
             )
         if report is None:
             self._recover()

@@ -8,7 +8,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,8 +17,7 @@ from swarm.core.ids import Contact
 from swarm.core.standing import Founding
 from swarm.run import machine
 from swarm.run.changes import CHANGE, FANOUT, RunFollower, differences, restart_needed
-from swarm.run.checkpoints import CheckpointConfig, CheckpointWriter
-from swarm.run.contributions import ContributionLog
+from swarm.run.checkpoints import CheckpointWriter
 from swarm.run.directory import RunDirectory
 from swarm.run.estimate import RunEstimate, bytes_per_hour, estimate_run, round_bytes
 from swarm.run.events import (
@@ -32,8 +30,7 @@ from swarm.run.events import (
     StateDownloaded,
 )
 from swarm.run.giving import Giving
-from swarm.run.limits import Decision, VolunteerLimits
-from swarm.run.machine_use import MachineProbes
+from swarm.run.limits import Decision
 from swarm.run.membership import check_invited, excluded_peers
 from swarm.run.memory import MemoryEstimate, device_peak, estimate_memory, peak_bytes
 from swarm.run.microbatches import MicroBatches, StepSize
@@ -43,6 +40,7 @@ from swarm.run.specification import RunSpecification
 from swarm.run.stats import TrainingStats, ValidationSchedule
 from swarm.run.task import make_task
 from swarm.run.training import STATE_TIMEOUT_S, Training
+from swarm.run.volunteer_config import VolunteerConfig
 from swarm.runtime.thread import TURN_S_MAX
 
 if TYPE_CHECKING:
@@ -56,23 +54,6 @@ _VALIDATION_SHARE = 0.05  # largest fraction of the time spent on validation
 _VALIDATION_S_MIN = 2.0  # smallest pause between two validations
 _ASKED = "it was asked to stop"
 _OTHER_PEERS_MAX = 32  # peers that may be members, to which new versions are forwarded
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VolunteerConfig:
-    """The choices of a volunteer, made on the command line. Those of the run are in its specification."""
-
-    # a name that `swarm.core.device.resolve_device` accepts: auto, cpu, cuda, cuda:N or mps
-    device: str = "auto"
-    data: Path | None = None  # a folder to train on instead of the task's default data
-    # The following are called about twice a second. Those limits that hold now; raises UsageError once after
-    # a change that cannot be understood.
-    limits: Callable[[], VolunteerLimits] = VolunteerLimits
-    asked_to_pause: Callable[[], str] = str  # "pause"; "free" to free the memory at once, too; else ""
-    checkpoints: CheckpointConfig | None = None  # None: no checkpoints
-    # Reads what else the machine does; None: nothing else is watched.
-    probes: Callable[[torch.device], MachineProbes] | None = None
-    log: ContributionLog | None = None  # where this user's contributions are added up
 
 
 class Volunteer:
@@ -212,6 +193,8 @@ class Volunteer:
         inner = build_optimizer(model, self.specification.optimizer, self._task)
         started_s = time.monotonic()
         writer = self._writer = self._checkpoint_writer(model, inner)
+        if self._config.ranks is not None:
+            inner = self._config.ranks.start(self.signed, inner, device)
         training = self.training = self._make_training(model, data, self._join(inner), device)
         reason = ""
         try:
@@ -247,7 +230,12 @@ class Volunteer:
             stats=TrainingStats(),
             validation_schedule=ValidationSchedule(_VALIDATION_SHARE, _VALIDATION_S_MIN),
             micro_batches=MicroBatches(
-                model=model, data=data, device=device, emit=self._emit, samples_max=self._samples_max
+                model=model,
+                data=data,
+                device=device,
+                emit=self._emit,
+                samples_max=self._samples_max,
+                ranks=self._config.ranks,
             ),
             step_size=StepSize(emit=self._emit),
         )

@@ -69,6 +69,7 @@ class GreenNode:
         self.rng: random.Random = Chance(peer.network.seed, "node", peer.index, incarnation)
         self.config = NodeConfig()
         self.bandwidth = self.config.bandwidth
+        self.bandwidth = self.config.bandwidth
         self.agent, self.reach, self.closed = "swarm/simulated", "direct", False
         self.join_failures: list[str] = []
         self.introducers: tuple[PeerId, ...] = ()

@@ -15,7 +15,8 @@ from swarm.run.memory import MemoryEstimate, estimate_memory
 from swarm.run.signed import sign
 from swarm.run.specification import RunSpecification
 from swarm.run.task import TaskDescription
-from swarm.run.volunteer import Volunteer, VolunteerConfig
+from swarm.run.volunteer import Volunteer
+from swarm.run.volunteer_config import VolunteerConfig
 
 PARAMETERS = 100_000_000
 TASK = TaskDescription(summary="", sample="", parameters=PARAMETERS, memory_bytes=4 * PARAMETERS)

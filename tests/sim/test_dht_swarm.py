@@ -15,6 +15,7 @@ from swarm.dht.service import replica
 from swarm.dht.service.dht_service import DhtService, NamespaceRules
 from swarm.dht.service.overlay import Overlay
 from swarm.dht.service.upkeep import Upkeep
+from swarm.dht.service.wire import record_from_wire
 from swarm.testing.network import LinkConfig, SimulatedNetwork
 from swarm.testing.virtual_loop import run_virtual
 from swarm.wire.dht_pb2 import DhtRecord
@@ -421,7 +422,7 @@ def test_a_record_that_comes_again_is_not_decoded_again_until_the_rules_change_o
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     decoded: list[str] = []
-    decode = replica.record_from_wire
+    decode = record_from_wire
 
     def counted(message: DhtRecord) -> Record:
         decoded.append(message.key.name)

@@ -33,7 +33,8 @@ def shared_by_ranks(net: torch.nn.Module, kind: str) -> torch.nn.Module:
 
     for layer in (net[0], net[2]):
         fully_shard(layer)
-    return fully_shard(net)
+    fully_shard(net)
+    return net
 
 
 def main(asked: dict[str, Any]) -> None:
@@ -72,7 +73,7 @@ def main(asked: dict[str, Any]) -> None:
         if asked.get("resumes"):
             saved = opt.state_dict()
             opt.load_state_dict(saved)
-        whole = [p.full_tensor() if asked["kind"] == "fsdp" else p for p in net.parameters()]
+        whole = [getattr(p, "full_tensor", lambda p=p: p)() for p in net.parameters()]
         found = {
             "rank": rank,
             "epoch": opt.epoch,

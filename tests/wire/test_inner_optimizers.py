@@ -27,7 +27,7 @@ class SignedMomentum(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr, "decay": decay})
 
     @torch.no_grad()
-    def step(self, closure: object = None) -> None:
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:

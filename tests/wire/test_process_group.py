@@ -135,7 +135,7 @@ def test_a_late_peer_of_two_ranks_loads_the_state_and_gives_it_to_others() -> No
             digest = peers[0].opt.state_digest()
             peers[0].opt.close()
             peers[0].node.close()
-            reachable = SimpleNamespace(node=SimpleNamespace(addresses=[address]))
+            reachable: Any = SimpleNamespace(node=SimpleNamespace(addresses=[address]))
             with one_more([reachable], "late ranks", 1, seed=9, scheduler=None) as third:
                 assert third.opt.load_state_from_peers(timeout_s=30).loaded
                 assert third.opt.state_digest() == digest

@@ -21,7 +21,7 @@ from swarm.run.estimate import estimate_run
 from swarm.run.signed import sign
 from swarm.run.specification import End, RunSpecification
 from swarm.run.task import Task, TaskData, make_task
-from swarm.run.volunteer import VolunteerConfig
+from swarm.run.volunteer_config import VolunteerConfig
 
 HERE = "127.0.0.1:0"
 LOOPBACK = ["--listen", HERE, "--json", "--device", "cpu", "--checkpoint-every", "1h"]

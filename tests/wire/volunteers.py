@@ -19,7 +19,8 @@ from swarm.run.creation import create_run
 from swarm.run.directory import RunDirectory
 from swarm.run.signed import SignedSpecification
 from swarm.run.specification import RunSpecification
-from swarm.run.volunteer import Volunteer, VolunteerConfig
+from swarm.run.volunteer import Volunteer
+from swarm.run.volunteer_config import VolunteerConfig
 
 HERE = "127.0.0.1:0"
 

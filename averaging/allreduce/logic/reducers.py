@@ -58,21 +58,28 @@ class ReducerStreams:
         if digest is None:
             self._assembly.forget(chunk)
             return False
+        reducer = self._setup.plan.chunks[chunk].reducer
+        if self._is_doubted(reducer):
+            self._stragglers.worked(reducer)
         self._assembly.settle(chunk, Version(0, contributors, digest, clipped))
         return True
 
     def on_bytes(self, reducer: int, size_bytes: int) -> None:
         """Record that a message of a reducer, or a frame of one, arrived."""
-        self._stragglers.worked(reducer)
         self._eta.came(reducer, size_bytes)
+        if not self._is_doubted(reducer):
+            self._stragglers.worked(reducer)
 
     def on_sent(self, reducer: int) -> None:
         """Record that a reducer took a chunk of this member's values."""
         self._stragglers.worked(reducer)
 
     def on_waiting(self, reducer: int, now_s: float) -> None:
-        """Record that a reducer waits for another member."""
-        self._eta.excused(reducer, now_s)
+        """Record that a reducer says that it waits for another member. Of one with faults in earlier rounds
+        this excuses nothing.
+        """
+        if not self._is_doubted(reducer):
+            self._eta.excused(reducer, now_s)
 
     def on_ended(self, reducer: int) -> None:
         """Record that a stream has ended."""
@@ -107,6 +114,10 @@ class ReducerStreams:
             (place, f"its averages {too_late(more_s)}; the round has {left_s:.0f} s")
             for place, more_s in self._eta.late(self._waited_for(), now_s)
         ]
+
+    def _is_doubted(self, reducer: int) -> bool:
+        """Return whether averages alone, and no other message, are a sign of work of this reducer."""
+        return self._setup.peer_id(reducer) in self._setup.group.doubted
 
     def _waited_for(self) -> list[int]:
         return [place for place in self._open if self.outstanding(place)]

@@ -99,6 +99,8 @@ class Group:
     reducers: frozenset[PeerId] | None = None
     # members that are strangers to the run, in this member's eyes
     strangers: frozenset[PeerId] = frozenset()
+    # members whose faults this member has not forgiven: their words excuse no delay
+    doubted: frozenset[PeerId] = frozenset()
 
     def __post_init__(self) -> None:
         if len(self.group_id) != GROUP_ID_BYTES:

@@ -159,6 +159,7 @@ class Precedence:
     is_proven: IsMember = _nobody  # it is a member, or has contributed to a certified round
     is_passed_over: IsMember = _nobody  # this peer forms no group with it for now
     is_holding: IsMember = _nobody  # the reason is that it led a group and did not begin
+    is_doubted: IsMember = _nobody  # this peer has seen faults of it lately: it has less patience
     may_be_alone: bool = False  # a group of this peer alone is large enough
     # whether all electors but these peers are a quorum, without which no group commits the round
     is_quorum_without: Callable[[Collection[PeerId]], bool] = _always

@@ -93,7 +93,8 @@ def with_standing(group: Group, precedence: Precedence) -> Group:
     reducers = frozenset(one.peer_id for one in group.members if one.peer_id in electors or one.auxiliary)
     dialed = any(can_dial(one) for one in deciding)
     strangers = frozenset(peer for peer in group.peer_ids if precedence.is_stranger(peer))
-    return replace(group, reducers=reducers if dialed else None, strangers=strangers)
+    doubted = frozenset(peer for peer in group.peer_ids if precedence.is_doubted(peer))
+    return replace(group, reducers=reducers if dialed else None, strangers=strangers, doubted=doubted)
 
 
 def _capped(group: Group, weights: Sequence[float], exempt: Collection[PeerId]) -> Group:

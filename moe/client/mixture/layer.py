@@ -31,24 +31,33 @@ __all__ = ["PassReport", "RemoteMixtureOfExperts"]
 
 class RemoteMixtureOfExperts(nn.Module):
     """A mixture layer: each sample goes through the `k_best` experts of `grid` that the gate scores highest.
-    Their outputs are summed, weighted by a softmax over the scores of the experts that answered.
 
-    Takes float [B, …, in_features] (and further inputs of the experts, first dimension B) and returns what an
-    expert returns: a tensor [B, …], or a tuple of tensors. The gate's parameters are local and train with any
-    optimizer; the experts' parameters are trained where they are hosted, by `backward`.
+    The outputs are summed, weighted by a softmax over the scores of the experts that answered. The layer
+    takes float [B, …, in_features] (and further inputs of the experts, first dimension B) and returns the
+    result of an expert: a tensor [B, …], or a tuple of tensors. The gate's parameters are local and train
+    with any optimizer; `backward` trains the experts' parameters where they are hosted.
 
-    `grid` is a pattern such as "ffn.[0:4].[0:4]"; experts that do not exist or are avoided are passed over.
-    `k_min` is the number of experts that must answer for each sample. Once all samples have that many, the
-    other experts have `timeout_after_k_min_s` more (None: about as long as it took until then), and are then
-    dropped. A sample that loses too many experts gets the next best ones instead. When a sample has fewer
-    than `k_min` answers after `forward_timeout_s`, the call raises NotEnoughPeers; with `allow_zero_outputs`
-    it returns the mixture of the experts that answered, zeros when none did.
+    Args:
+        node: This process as a peer.
+        in_features: Features of the input, by which the gate scores.
+        grid: Pattern of the experts' names, such as "ffn.[0:4].[0:4]". Experts that do not exist, or are
+            avoided, are passed over.
+        k_best: Experts for each sample.
+        k_min: Answers that each sample needs. A sample that loses too many experts gets the next best ones.
+        forward_timeout_s: Limit of a forward pass.
+        timeout_after_k_min_s: Time for the other experts once all samples have `k_min` answers. None: about
+            as long as that took.
+        backward_k_min: Branches that each sample needs in the backward pass. A lost expert drops its branch.
+        backward_timeout_s: Limit of a backward pass; None: that of a forward pass.
+        allow_zero_outputs: Return the mixture of the experts that answered, zeros when none did, where the
+            call would raise NotEnoughPeers.
+        codecs: Encodings of activations and gradients on the network.
+        staleness_max: An expert that changed between the two passes by more than this many versions counts as
+            lost in the backward pass. None: any number is taken.
 
-    Gradients flow through the experts that answered. An expert lost in the backward pass drops its branch,
-    and NotEnoughPeers is raised only when a sample has fewer than `backward_k_min` branches left. An expert
-    that changed between the two passes by more than `staleness_max` versions (None: any number) counts as
-    lost in the backward pass. `codecs`: the encodings of activations and gradients on the network. Raises
-    UsageError for wrong arguments, or inputs that the experts do not take.
+    Raises:
+        UsageError: For wrong arguments, or inputs that the experts do not take.
+        NotEnoughPeers: When a sample has fewer than `k_min` answers, or `backward_k_min` gradients, in time.
     """
 
     def __init__(

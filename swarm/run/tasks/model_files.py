@@ -10,11 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from swarm.core.errors import NetworkError, SwarmError, UsageError
+from swarm.core.files import replace_durably
 from swarm.core.home import home
 
 HUB_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}$"
@@ -174,9 +175,16 @@ class HubFile:
 
 
 def _hub_files(kind: str, name: str, revision: str) -> tuple[list[HubFile], str]:
-    """Return the files of a repository at a commit and the licence of its card; empty if it names none."""
+    """Return the files of a repository at a commit and the licence of its card; empty if it names none.
+
+    The hub is asked once for each commit, which never changes: later starts need no network.
+    """
     from huggingface_hub import HfApi
 
+    known = home() / "hub" / kind / f"{name.replace('/', '--')}@{revision}.json"
+    if known.exists():
+        table = read_json(known, _JSON_BYTES_MAX)
+        return [HubFile(**one) for one in table["files"]], table["licence"]
     try:
         info = HfApi().repo_info(
             name, repo_type=kind, revision=revision, files_metadata=True, timeout=_HUB_TIMEOUT_S
@@ -191,8 +199,11 @@ def _hub_files(kind: str, name: str, revision: str) -> tuple[list[HubFile], str]
         HubFile(one.rfilename, one.size or 0, one.lfs["sha256"] if one.lfs else None, one.blob_id or "")
         for one in info.siblings or []
     ]
-    licence = str((info.card_data or {}).get("license") or "")
-    return files, licence[:60]
+    licence = str((info.card_data or {}).get("license") or "")[:60]
+    known.parent.mkdir(parents=True, exist_ok=True)
+    content = json.dumps({"files": [asdict(one) for one in files], "licence": licence})
+    replace_durably(known, lambda temporary: temporary.write_text(content, encoding="utf-8"))
+    return files, licence
 
 
 def data_files(name: str, revision: str, split: str, bytes_max: int) -> HubFiles:
