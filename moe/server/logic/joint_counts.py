@@ -97,7 +97,7 @@ class JointCounts:
 
 @dataclass(frozen=True, slots=True)
 class RoundVerdict:
-    """What the members of a committed round brought for a step. All members come to the same one, except for
+    """The verdict on a committed round. All members come to the same one, except for
     `unkept`, which depends on what this replica was told.
     """
 
