@@ -137,6 +137,43 @@ def main() -> None:
         print(json.dumps(measure(folder, model.resolve(), chosen.method, chosen.codec, chosen.epochs)))
 
 
+def write_run_file(run: Path, settings: dict[str, Any], codec: str, epochs: int) -> None:
+    """Write the run's file, with the rate that fits the method."""
+    rate = 1e-3 if settings["method"] == "lora" else 1e-4
+    run.write_text(
+        f'name = "smollm2"\nmembers = "open"\nmode = "gradients"\n'
+        f'codec = "{codec}"\ntarget_batch_size = {_TARGET_SAMPLES}\n'
+        + ("error_feedback = true\n" if codec in ("int4", "int2") else "")
+        + f"batch_size = {_BATCH_SAMPLES}\n[end]\nepochs = {epochs}\n"
+        f'[task]\nname = "causal-lm"\n[task.settings]\n'
+        + "".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items())
+        + f'[optimizer]\nname = "adamw"\nlearning_rate = {rate}\n'
+    )
+
+
+def train_together(folder: Path, model: Path, run: Path) -> tuple[Volunteer, int]:
+    """Train with three volunteers, one of them killed, and one more that comes late.
+
+    Returns the first one and the epoch of the late one.
+    """
+    peers = [Volunteer(folder, model, "founder", "start", str(run))]
+    try:
+        founder = peers[0]
+        address = founder.wait("listening")["addresses"][0]
+        peers += [Volunteer(folder, model, name, "join", address, "--yes") for name in ("one", "two")]
+        peers[1].wait("contributing")
+        peers[2].wait("contributing")
+        peers[1].process.send_signal(signal.SIGKILL)
+        peers.append(Volunteer(folder, model, "late", "join", address, "--yes"))
+        late = peers[3].wait("contributing")["epoch"]
+        founder.wait("finished")
+        founder.process.wait(60)
+    finally:
+        for one in peers:
+            one.end()
+    return founder, int(late)
+
+
 def measure(folder: Path, model: Path, method: str, codec: str, epochs: int) -> dict[str, Any]:
     """Return losses, traffic and time of three volunteers and of one machine."""
     from swarm.core.errors import UsageError
@@ -157,39 +194,16 @@ def measure(folder: Path, model: Path, method: str, codec: str, epochs: int) -> 
         CausalLanguageModel(settings)
     except UsageError as error:
         settings["digest"] = str(error).rpartition('digest = "')[2].rstrip('"')
-    rate = 1e-3 if method == "lora" else 1e-4
     run = folder / "run.toml"
-    run.write_text(
-        f'name = "smollm2"\nmembers = "open"\nmode = "gradients"\n'
-        f'codec = "{codec}"\ntarget_batch_size = {_TARGET_SAMPLES}\n'
-        + ("error_feedback = true\n" if codec in ("int4", "int2") else "")
-        + f"batch_size = {_BATCH_SAMPLES}\n[end]\nepochs = {epochs}\n"
-        f'[task]\nname = "causal-lm"\n[task.settings]\n'
-        + "".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items())
-        + f'[optimizer]\nname = "adamw"\nlearning_rate = {rate}\n'
-    )
+    write_run_file(run, settings, codec, epochs)
     import torch
     from transformers import AutoModelForCausalLM
 
     data = CausalLanguageModel(settings).load_data(None, torch.device("cpu"))
     before = data.validation_loss(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval())
     started_s = time.monotonic()
-    peers = [Volunteer(folder, model, "founder", "start", str(run))]
-    try:
-        founder = peers[0]
-        address = founder.wait("listening")["addresses"][0]
-        peers += [Volunteer(folder, model, name, "join", address, "--yes") for name in ("one", "two")]
-        peers[1].wait("contributing")
-        peers[2].wait("contributing")
-        peers[1].process.send_signal(signal.SIGKILL)
-        peers.append(Volunteer(folder, model, "late", "join", address, "--yes"))
-        late = peers[3].wait("contributing")["epoch"]
-        done = founder.wait("finished")
-        took_s = time.monotonic() - started_s
-        founder.process.wait(60)
-    finally:
-        for one in peers:
-            one.end()
+    founder, late = train_together(folder, model, run)
+    took_s = time.monotonic() - started_s
     print([one for one in founder.events if one["event"] == "epoch"], took_s, file=sys.stderr)
     loss = held_out_loss(founder, model, settings, method == "lora")
     print({"before": before, "loss": loss}, file=sys.stderr, flush=True)
@@ -215,7 +229,6 @@ def measure(folder: Path, model: Path, method: str, codec: str, epochs: int) -> 
         "sent_bytes": sum(one["sent_bytes"] for one in finished),
         "seconds": took_s,
         "texts": texts[-1:],
-        "finished": done,
     }
 
 

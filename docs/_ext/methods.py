@@ -12,7 +12,7 @@ from swarm.net.rpc import Method, StreamMethod
 
 PACKAGES = ("swarm", "averaging", "moe")
 # the testing kit and the tasks may need extras, and define no calls
-_LEFT_OUT = ("__main__", ".testing", ".run.tasks")
+_LEFT_OUT = ("__main__", ".testing", ".run.tasks", ".frameworks")
 AnyMethod: TypeAlias = "Method[Any, Any] | StreamMethod"
 
 

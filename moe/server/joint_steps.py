@@ -362,7 +362,7 @@ class JointExpert:
         return verdict.samples >= self.expert.target_batch_size
 
     def _steps_due(self, samples: int, first: PeerId) -> tuple[int, int]:
-        """Return the number of steps for these samples, and the number of them that this replica carries
+        """Return how many steps a batch of this size is for, and how many samples this replica carries
         over: the first one of the group does for all. It is more than one step where replicas admitted passes
         at the same moment.
         """

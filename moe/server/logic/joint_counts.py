@@ -97,8 +97,8 @@ class JointCounts:
 
 @dataclass(frozen=True, slots=True)
 class RoundVerdict:
-    """The verdict on a committed round. All members come to the same one, except for
-    `unkept`, which depends on what this replica was told.
+    """The samples that the members of a committed round brought for a step. All members come to the same
+    one, except for `unkept`, which depends on what this replica was told.
     """
 
     samples: int  # that count for the step
