@@ -7,14 +7,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
 
 from averaging.optim.state.snapshot import Blob
 from averaging.optim.state.view import StateView
-from moe.protocol.codecs import UNCOMPRESSED, WireCodecs
+from moe.protocol.codecs import WireCodecs
 from moe.protocol.schema import ExpertSchema, check, flatten, unflatten
 from moe.server.activations import ActivationCache
 from moe.server.batches import concatenate, split
@@ -61,8 +61,6 @@ class Expert:
         autocast: torch.bfloat16 or torch.float16 for `torch.autocast` around the module. Outputs are cast
             back to the dtypes of the schema. Gradients are not scaled, so small ones may become zero in
             float16.
-        codecs: Codecs in which callers send and get tensors unless they choose others. They belong to the
-            schema, so replicas have the same.
     """
 
     def __init__(
@@ -76,7 +74,6 @@ class Expert:
         device: torch.device | str | None = None,
         keep_activations_bytes: int = 0,
         autocast: torch.dtype | None = None,
-        codecs: WireCodecs = UNCOMPRESSED,
     ) -> None:
         # a dictionary is one argument on the network
         self._by_keyword = isinstance(sample_inputs, dict)
@@ -96,7 +93,7 @@ class Expert:
         tree, tensors = flatten(tuple(sample_inputs))
         with using(self.device), torch.no_grad():
             outputs = self._call_module(unflatten(tree, [tensor.to(self.device) for tensor in tensors]))
-        self.schema = ExpertSchema.from_samples(tuple(sample_inputs), outputs, codecs)
+        self.schema = ExpertSchema.from_samples(tuple(sample_inputs), outputs)
         self.clip_norm = clip_norm
         self._learner = ExpertLearner(self.module, optimizer, schedule, clip_norm)
         self.version = 0  # counts optimizer steps and averages with replicas
@@ -228,6 +225,17 @@ class Expert:
         if type(samples) is not int or samples < 0:
             raise UsageError(f"target_batch_size is a number of samples, not {samples!r}")
         self._target_batch_size = samples
+
+    @property
+    def codecs(self) -> WireCodecs:
+        """Return the codecs in which callers send and get tensors unless they choose others. They belong to
+        the schema, so replicas have the same. They can be set before a server hosts the expert.
+        """
+        return self.schema.codecs
+
+    @codecs.setter
+    def codecs(self, codecs: WireCodecs) -> None:
+        self.schema = replace(self.schema, codecs=codecs)
 
     @property
     def update_norm_max(self) -> float | None:

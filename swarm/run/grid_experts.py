@@ -62,8 +62,8 @@ class ExpertFactory:
             clip_norm=clip_norm,
             device=self.device,
             keep_activations_bytes=self._keep_activations_bytes,
-            codecs=WireCodecs(**self._grid.codecs.model_dump()),
         )
+        expert.codecs = WireCodecs(**self._grid.codecs.model_dump())
         expert.update_norm_max = update_norm_max
         expert.target_batch_size = optimizer.target_batch_size
         expert.expert_class = self._grid.expert_class if self._grid.module is None else ""

@@ -68,10 +68,8 @@ def test_a_restart_between_forward_and_backward_is_seen() -> None:
 
 def test_a_stale_expert_of_a_mixture_counts_as_lost_in_the_backward_pass() -> None:
     with pair({"ffn.0": expert(optimizer=sgd)}) as two:
-        layers = [
-            swarm.RemoteMixtureOfExperts(two.guest, 16, grid="ffn.[0:1]", k_best=1, staleness_max=limit)
-            for limit in (1, 2)
-        ]
+        layers = [swarm.RemoteMixtureOfExperts(two.guest, 16, grid="ffn.[0:1]", k_best=1) for _ in range(2)]
+        layers[0].staleness_max, layers[1].staleness_max = 1, 2
         outputs = [layer(torch.ones(2, 16)) for layer in layers]
         learn(two, 2)
         outputs[0].sum().backward()
@@ -84,7 +82,8 @@ def test_a_stale_expert_of_a_mixture_counts_as_lost_in_the_backward_pass() -> No
 
 def test_a_stale_stage_of_a_pipeline_is_computed_again() -> None:
     with pair({"ffn.0": expert(optimizer=sgd)}) as two:
-        pipeline = swarm.RemoteSequential(two.guest, "ffn.[0:1]", micro_batch_size=2, staleness_max=1)
+        pipeline = swarm.RemoteSequential(two.guest, "ffn.[0:1]", micro_batch_size=2)
+        pipeline.staleness_max = 1
         x = torch.ones(2, 16, requires_grad=True)
         output = pipeline(x)
         learn(two, 2)
@@ -101,10 +100,10 @@ def test_a_stale_stage_of_a_pipeline_is_computed_again() -> None:
 def test_a_negative_limit_is_refused() -> None:
     with pair({"ffn.0": expert()}) as two, pytest.raises(UsageError, match="staleness_max"):
         two.remote(staleness_max=-1)
-    with pair({"ffn.0": expert()}) as two, pytest.raises(UsageError, match="staleness_max"):
-        swarm.RemoteMixtureOfExperts(two.guest, 16, grid="ffn.[0:1]", k_best=1, staleness_max=-1)
-    with pair({"ffn.0": expert()}) as two, pytest.raises(UsageError, match="staleness_max"):
-        swarm.RemoteSequential(two.guest, "ffn.[0:1]", staleness_max=-1)
+    with pair({"ffn.0": expert()}) as two:
+        layer = swarm.RemoteMixtureOfExperts(two.guest, 16, grid="ffn.[0:1]", k_best=1)
+        with pytest.raises(UsageError, match="staleness_max"):
+            layer.staleness_max = -1
 
 
 def test_callers_hear_that_experts_are_not_ready_yet() -> None:

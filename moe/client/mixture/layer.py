@@ -5,6 +5,7 @@ swarm.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -52,8 +53,6 @@ class RemoteMixtureOfExperts(nn.Module):
         allow_zero_outputs: Return the mixture of the experts that answered, zeros when none did, where the
             call would raise NotEnoughPeers.
         codecs: Encodings of activations and gradients on the network.
-        staleness_max: An expert that changed between the two passes by more than this many versions counts as
-            lost in the backward pass. None: any number is taken.
 
     Raises:
         UsageError: For wrong arguments, or inputs that the experts do not take.
@@ -74,7 +73,6 @@ class RemoteMixtureOfExperts(nn.Module):
         backward_timeout_s: float | None = None,
         allow_zero_outputs: bool = False,
         codecs: WireCodecs = UNCOMPRESSED,
-        staleness_max: int | None = None,
     ) -> None:
         super().__init__()
         self.grid, self.in_features = ExpertGrid.parse(grid), in_features
@@ -88,7 +86,6 @@ class RemoteMixtureOfExperts(nn.Module):
             gather_timeouts=GatherTimeouts(after_k_min_s=timeout_after_k_min_s),
             allow_zero_outputs=allow_zero_outputs,
             codecs=codecs,
-            staleness_max=staleness_max,
         )
         self.gate = ProductKeyGate(in_features, self.grid.shape)
         self._bridge, self._last_passes = NodeBridge(node), LastPasses()
@@ -127,6 +124,17 @@ class RemoteMixtureOfExperts(nn.Module):
     def session(self) -> Session:
         """Return the session for one pass."""
         return Session(self._bridge, self._last_passes, self.options)
+
+    @property
+    def staleness_max(self) -> int | None:
+        """Return by how many versions an expert may change between the two passes; None, the default: any. It
+        can be set.
+        """
+        return self.options.staleness_max
+
+    @staleness_max.setter
+    def staleness_max(self, versions: int | None) -> None:
+        self.options = replace(self.options, staleness_max=versions)
 
     @property
     def last_forward(self) -> PassReport | None:

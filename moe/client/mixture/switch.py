@@ -73,7 +73,6 @@ class RemoteSwitchMixtureOfExperts(nn.Module):
         backward_k_min: int = 0,
         backward_timeout_s: float | None = None,
         allow_zero_outputs: bool = True,
-        staleness_max: int | None = None,
         config: SwitchConfig | None = None,
     ) -> None:
         super().__init__()
@@ -90,7 +89,6 @@ class RemoteSwitchMixtureOfExperts(nn.Module):
             backward_timeout_s=backward_timeout_s,
             allow_zero_outputs=allow_zero_outputs,
             codecs=self.config.codecs,
-            staleness_max=staleness_max,
         )
         self.grid, self.in_features, self.options = self._mixture.grid, in_features, self._mixture.options
         for dimension, size in enumerate(self.grid.shape):
@@ -108,6 +106,15 @@ class RemoteSwitchMixtureOfExperts(nn.Module):
         dimension sum to 1.
         """
         return [getattr(self, f"utilization_{dimension}") for dimension in range(len(self.grid.shape))]
+
+    @property
+    def staleness_max(self) -> int | None:
+        """Return the limit, as of `RemoteMixtureOfExperts`. It can be set."""
+        return self._mixture.staleness_max
+
+    @staleness_max.setter
+    def staleness_max(self, versions: int | None) -> None:
+        self._mixture.staleness_max = versions
 
     @property
     def last_forward(self) -> PassReport | None:

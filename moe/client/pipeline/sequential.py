@@ -71,7 +71,6 @@ class RemoteSequential(nn.Module):
         micro_batch_size: int | None = None,
         forward_timeout_s: float = 60.0,
         backward_timeout_s: float = 60.0,
-        staleness_max: int | None = None,
         config: PipelineConfig | None = None,
     ) -> None:
         super().__init__()
@@ -81,7 +80,7 @@ class RemoteSequential(nn.Module):
                 f"a pipeline has at most {STAGES_MAX} stages, and {blocks} are {self.grid.count:,}"
             )
         self.micro_batch_size = micro_batch_size
-        self.staleness_max = staleness_max
+        self.staleness_max: int | None = None  # in versions; can be set
         self._forward_timeout_s, self._backward_timeout_s = forward_timeout_s, backward_timeout_s
         self.pass_options(1, forward_timeout_s)  # raises now when the arguments are wrong
         self.pass_options(1, backward_timeout_s)
