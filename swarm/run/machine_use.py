@@ -54,7 +54,7 @@ class MachineProbes:
 
     def device_users(self) -> tuple[str, ...]:
         """Return the names of other programs that compute on the device."""
-        return self._gpu.others(self._own()) if self._gpu is not None else ()
+        return self._gpu.others(self._own) if self._gpu is not None else ()
 
     def other_load(self) -> float | None:
         """Return the part of all cores that other programs have used since the last call; None at the
@@ -163,7 +163,7 @@ class _Gpu:
     def __init__(self, device: torch.device) -> None:
         self._device, self._handle, self._seen_us = device, None, 0
 
-    def others(self, own: set[int]) -> tuple[str, ...]:
+    def others(self, own_programs: Callable[[], set[int]]) -> tuple[str, ...]:
         nvml, handle = self._open()
         if handle is None:
             return ()
@@ -171,9 +171,13 @@ class _Gpu:
             computing = {one.pid for one in nvml.nvmlDeviceGetComputeRunningProcesses(handle)}
         except nvml.NVMLError:
             return ()
+        drawing = self._drawing(nvml, handle)
+        if computing | drawing <= {os.getpid()}:
+            return ()  # the usual case, without a look at all processes
+        own = own_programs()
         # In a container, NVML names processes by the ids that they have outside; one of them is this one.
         others = sorted(computing - own)[1 if own.isdisjoint(computing) else 0 :]
-        others += sorted(self._drawing(nvml, handle) - computing - own)
+        others += sorted(drawing - computing - own)
         return tuple(dict.fromkeys(_program(pid) for pid in others if not _is_volunteer(pid)))
 
     def temperature_c(self) -> list[float]:
