@@ -71,7 +71,9 @@ class RankLeader:
             return
         for tensor, own, there in zip(self.whole.tensors, self.whole.own, present, strict=True):
             if is_sharded(own):
-                value = torch.tensor(0.0 if finite else float("nan"), dtype=tensor.dtype)
+                value = torch.tensor(
+                    0.0 if finite else float("nan"), dtype=tensor.dtype, device=tensor.device
+                )
                 tensor.grad = value.expand(tensor.shape) if there else None
 
     def push_if_changed(self) -> None:

@@ -26,6 +26,7 @@ from swarm.core.device import is_out_of_memory
 from swarm.core.errors import SwarmError, UsageError
 
 _ORDER_BYTES_MAX = 1 << 24
+_HOST = torch.device("cpu")
 # a rank waits for rank 0 during a whole round, and while rank 0 validates or pauses
 _WAIT = datetime.timedelta(days=30)
 _BUCKET_ELEMENTS_MAX = 1 << 23  # gradients that are summed in one call
@@ -55,24 +56,27 @@ class RankChannel:
 
     def tell(self, name: str, **contents: Any) -> None:
         """Send an order from rank 0 to all others. `contents`: numbers, strings, lists and dicts of them."""
-        payload = torch.frombuffer(bytearray(json.dumps([name, contents]).encode()), dtype=torch.uint8)
+        order = json.dumps([name, contents]).encode()
+        payload = torch.tensor(list(order), dtype=torch.uint8, device=_HOST)
         with self.explained():
-            dist.broadcast(torch.tensor([payload.numel()]), 0, group=self._group)
+            dist.broadcast(
+                torch.tensor([payload.numel()], dtype=torch.int64, device=_HOST), 0, group=self._group
+            )
             dist.broadcast(payload, 0, group=self._group)
 
     def hear(self) -> tuple[str, dict[str, Any]]:
         """Wait for the next order of rank 0 and return its name and contents."""
-        size = torch.zeros(1, dtype=torch.int64)
+        size = torch.zeros(1, dtype=torch.int64, device=_HOST)
         with self.explained():
             dist.broadcast(size, 0, group=self._group)
-            payload = torch.empty(min(int(size), _ORDER_BYTES_MAX), dtype=torch.uint8)
+            payload = torch.empty(min(int(size), _ORDER_BYTES_MAX), dtype=torch.uint8, device=_HOST)
             dist.broadcast(payload, 0, group=self._group)
         name, contents = json.loads(bytes(payload.tolist()))
         return name, contents
 
     def sum(self, values: Sequence[int]) -> list[int]:
         """Return the sums over all ranks, place by place. All ranks pass equally many values."""
-        total = torch.tensor(values, dtype=torch.int64)
+        total = torch.tensor(values, dtype=torch.int64, device=_HOST)
         with self.explained():
             dist.all_reduce(total, group=self._group)
         return list(map(int, total.tolist()))
@@ -153,7 +157,7 @@ class WholeParameters:
         self.own = list({id(p): p for group in inner.param_groups for p in group["params"]}.values())
         self.is_sharded = any(is_sharded(p) for p in self.own)
         self.tensors = [
-            torch.empty(p.shape, dtype=p.dtype).requires_grad_(p.requires_grad)
+            torch.empty(p.shape, dtype=p.dtype, device=_HOST).requires_grad_(p.requires_grad)
             if is_sharded(p) and channel.is_leader
             else p
             for p in self.own

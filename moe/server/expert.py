@@ -1,6 +1,4 @@
-"""`swarm.Expert`: a module that others may call, with the optimizer that learns from their backward
-passes.
-"""
+"""`swarm.Expert`: a module that others may call, with the optimizer that learns from their passes."""
 
 from __future__ import annotations
 
@@ -49,18 +47,15 @@ class Expert:
         module: The module. The result for the samples decides the schema, together with these.
         sample_inputs: A tuple of arguments: tensors, or tuples, lists and dictionaries of them, whose first
             dimension is the batch. A dictionary means keyword arguments, by name.
-        optimizer: Called with the trainable parameters (float32 copies of those with 16 bits); it makes one
-            step per backward batch. A step that would leave NaN or infinity is undone. None: the expert is
-            frozen, and a backward pass only gives the gradients of its inputs.
-        schedule: Called with the optimizer; the learning-rate schedule is stepped once per optimizer step.
+        optimizer: Called with the trainable parameters (float32 copies of those with 16 bits); makes a step
+            per backward batch, undone if it leaves NaN or infinity. None: the expert is frozen.
+        schedule: Called with the optimizer; stepped once per optimizer step.
         clip_norm: Gradients are scaled down to this norm.
         device: The module is moved there. "cuda": the current CUDA device; None: where the module is.
         keep_activations_bytes: Keep up to this size of activations for backward passes, instead of computing
-            forward again. Pays where no step of another caller comes between; each such request is a batch of
-            its own, and dropout is then the same in both directions.
+            forward again. Pays where no step of another caller comes between; each request is then a batch.
         autocast: torch.bfloat16 or torch.float16 for `torch.autocast` around the module. Outputs are cast
-            back to the dtypes of the schema. Gradients are not scaled, so small ones may become zero in
-            float16.
+            back to the schema's dtypes. Gradients are not scaled: small ones may become zero in float16.
     """
 
     def __init__(

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from moe.protocol.names import ExpertGrid
-from swarm.compression import find
 from swarm.core.errors import UsageError
 from swarm.run.owned import GRID_PREFIX, OwnedSpecification, SpecificationTable
 
@@ -61,6 +60,8 @@ class GridCodecs(SpecificationTable):
     def _is_known(cls, value: str | None) -> str | None:
         if value is not None:
             try:
+                from swarm.compression import find  # imports torch
+
                 find(value)
             except UsageError as error:
                 raise ValueError(str(error)) from error

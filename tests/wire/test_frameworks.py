@@ -120,7 +120,7 @@ def trainer_of(
         "save_strategy": "no",
         "use_cpu": True,
         "disable_tqdm": True,
-        "logging_steps": 5,
+        "logging_steps": 1,
         **more,
     }
     return transformers.Trainer(
