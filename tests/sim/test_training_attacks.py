@@ -95,7 +95,7 @@ def test_a_member_of_four_that_turns_against_another_one_does_not_keep_it_out(mi
 def test_a_member_of_four_that_refuses_every_newcomer_does_not_keep_them_out() -> None:
     """Before, the newcomer was in none of six rounds."""
     figures = run_attack(
-        Attack(members=4, misdeed="leads without a member", victim_is_new=True, minutes=3.0, calm_s=20.0)
+        Attack(members=4, misdeed="leads without a member", victim_is_new=True, minutes=5.0, calm_s=20.0)
     )
     print(f"refuses newcomers: {figures}")
     assert figures.epochs >= 5

