@@ -183,3 +183,14 @@ def test_a_key_of_small_order_verifies_no_signature() -> None:
     """With the neutral element as key, a signature of (neutral element, 0) would fit every message."""
     neutral = b"\1" + bytes(31)
     assert not verify(PeerId(neutral), b"anything", neutral + bytes(32))
+
+
+def test_nothing_is_left_beside_a_file_that_is_no_identity(tmp_path: Path) -> None:
+    """Regression: the file of the lock stayed, beside a README in a person's checkout, too."""
+    file = tmp_path / "README.md"
+    file.write_text("A text of somebody.\n")
+    for mode, said in ((0o644, "is no identity file"), (0o600, "is not an Ed25519 identity")):
+        file.chmod(mode)
+        with pytest.raises(UsageError, match=said):
+            Identity.load(file)
+        assert list(tmp_path.iterdir()) == [file]
