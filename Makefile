@@ -18,6 +18,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 
 DOCS_OUT ?= build/docs
 
+# Simulations iterate over sets of peers: with another hash seed the same seed is another run.
+export PYTHONHASHSEED ?= 0
+
 .PHONY: help demo test check docs format proto bench bench-quick gpu gpu-wheels reach chaos chaos-quick sim sim-quick histories fuzz fuzz-quick interop install install-dev install-docs clean
 
 help:
