@@ -18,7 +18,7 @@ from swarm.cli.paths import contributions_file, control_folder, specifications_f
 from swarm.cli.render import Output, make_output
 from swarm.cli.render.output import Presentation, Result
 from swarm.cli.render.volunteer import given
-from swarm.core.errors import NetworkError, PeerError, SwarmError
+from swarm.core.errors import SwarmError
 from swarm.run.contributions import ContributionLog, Given
 from swarm.run.events import Notice
 
@@ -193,7 +193,7 @@ async def _read(node: Node, directory: RunDirectory) -> list[_FoundRun]:
                             node.dht.service, listing.run_id, node.peer_id, node.clock
                         )
                     return _FoundRun(listing, signed, estimate)
-            except (NetworkError, PeerError, SwarmError, TimeoutError) as error:
+            except (SwarmError, TimeoutError) as error:
                 return _FoundRun(listing, None, None, str(error) or "no answer in time")
 
     async with asyncio.TaskGroup() as group:

@@ -149,8 +149,25 @@ class MachineWatch:
         ):
             if wanted and now_s >= self._due_s.get(name, float("-inf")):
                 self._due_s[name] = now_s + every_s
-                use = replace(use, **{name: getattr(self._probes, name)()})
+                use = replace(use, **{name: self._answer(name)})
         self.use = use
+
+    def _answer(self, name: str) -> Any:
+        """Return what a probe says. One that fails on this system, in whatever way its sensors do, knows
+        nothing.
+        """
+        try:
+            return getattr(self._probes, name)()
+        except (
+            OSError,
+            psutil.Error,
+            RuntimeError,
+            ArithmeticError,
+            LookupError,
+            ValueError,
+            AttributeError,
+        ):
+            return getattr(MachineUse(), name)
 
     def _run(self) -> None:
         while not self._end.wait(_TICK_S):

@@ -232,3 +232,21 @@ def test_only_what_the_limits_need_is_asked_and_only_as_often_as_it_matters() ->
         "temperature_c": 30,
         "metered": 3,
     }
+
+
+@pytest.mark.parametrize("error", [OSError(5, "no sensor"), psutil.AccessDenied(1), NotImplementedError()])
+def test_a_probe_that_fails_knows_nothing_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Regression: it ended the volunteer at the start, and later the watching, so that a pause lasted for
+    ever.
+    """
+
+    def fails() -> None:
+        raise error
+
+    monkeypatch.setattr(psutil, "sensors_battery", fails, raising=False)
+    monkeypatch.setattr("swarm.run.machine_use._output", lambda command: '{"type":"u","data":1}')
+    watch = MachineWatch(probes(), VolunteerLimits)
+    watch.read(0.0)
+    assert watch.use == MachineUse(metered=True)
