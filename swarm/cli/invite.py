@@ -19,6 +19,7 @@ from swarm.cli.render import print_result
 from swarm.core.errors import SwarmError, UsageError
 from swarm.core.identity import Identity
 from swarm.core.ids import Contact, PeerId
+from swarm.core.wording import duration
 from swarm.membership.capability import ROLES, USES_MAX, Grants, Role, roles_of
 from swarm.membership.invite import Entrance, Invite, RunIdentity, Terms, make_invite
 from swarm.run.limits import parse_duration_s
@@ -106,8 +107,7 @@ def invite(run: str, addresses: tuple[str, ...], identity: str | None, as_json: 
     }
     print_result("invite", fields, made.text(), as_json=as_json)
     if last.uses < terms.uses or last.expires_s < int(time.time() + terms.lifetime_s) - _SHORTER_S:
-        days = (last.expires_s - time.time()) / 86400.0
-        left = f"{days:.1f} days" if days >= 1.0 else f"{24.0 * days:.1f} h"
+        left = duration(last.expires_s - time.time())
         click.echo(
             f"swarm: this invite is for {last.uses} peer{'s' if last.uses > 1 else ''} and valid for {left}: "
             "the one by which you joined gives no more",

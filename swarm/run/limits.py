@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from swarm.core.errors import SwarmError, UsageError
+from swarm.core.wording import size
 from swarm.run.hours import ALWAYS, Hours
 
 CALM_S = 30.0  # without a disturbance, before a volunteer goes on
@@ -103,7 +104,7 @@ def decide(limits: VolunteerLimits, status: MachineStatus) -> tuple[Decision, st
         (status.bytes_today, limits.daily_bytes_max, "day", "at midnight"),
     ):
         if budget is not None and spent >= budget:
-            return Decision.PAUSE, f"this {span}'s {_size(budget)} of traffic are used up; going on {end}"
+            return Decision.PAUSE, f"this {span}'s {size(budget)} of traffic are used up; going on {end}"
     if status.disturbance:
         return Decision.PAUSE, status.disturbance
     if status.run_paused:
@@ -148,10 +149,6 @@ def _disturbance(limits: VolunteerLimits, use: MachineUse, *, paused: bool) -> s
         if use.other_load is not None and use.other_load > LOAD_MAX:
             return f"other programs use {use.other_load:.0%} of the processor; going on when they are quiet"
     return ""
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:g} GB" if count >= 1e9 else f"{count / 1e6:g} MB"
 
 
 def parse_size(text: str) -> int:

@@ -24,6 +24,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from swarm.core.errors import UsageError
 from swarm.core.files import write_private
+from swarm.metrics.record import NAME_CHARACTERS_MAX
 from swarm.net.throttle import Bandwidth
 from swarm.run.hours import Hours
 from swarm.run.limits import IDLE_S, VolunteerLimits, parse_duration_s, parse_size
@@ -92,7 +93,7 @@ class Preferences(BaseModel):
     upload: Annotated[_Mbit | None, Field(description="send at most this many Mbit/s")] = None
     download: Annotated[_Mbit | None, Field(description="receive at most this many Mbit/s")] = None
     name: Annotated[
-        Annotated[str, Field(max_length=40)] | None,
+        Annotated[str, Field(max_length=NAME_CHARACTERS_MAX)] | None,
         Field(description="a name of this machine for others to read"),
     ] = None
 

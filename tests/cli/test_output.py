@@ -17,8 +17,9 @@ from swarm.cli.demo_state import DemoState
 from swarm.cli.render.demo import ChildEvent, DemoPresentation, DemoStatus, closing, headline
 from swarm.cli.render.live import LiveOutput
 from swarm.cli.render.output import JsonOutput, Output, PlainOutput, printable
-from swarm.cli.render.text import size, sparkline
+from swarm.cli.render.text import sparkline
 from swarm.cli.render.volunteer import VolunteerPresentation
+from swarm.core.wording import size
 from swarm.run import events
 
 EPOCH = events.EpochDone(

@@ -214,6 +214,6 @@ def test_a_week_of_preferences_and_budgets_trains_when_it_may_and_never_beyond()
         "outside",
         "somebody uses this machine",
         "game computes on the device",
-        "this day's 2 GB",
-        "this month's 9 GB",
+        "this day's 2.0 GB",
+        "this month's 9.0 GB",
     }

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from swarm.cli.demo_state import DemoFinished, DemoPeer, DemoState
 from swarm.cli.render.output import Presentation, printable
-from swarm.cli.render.text import size, sparkline
+from swarm.cli.render.text import sparkline
+from swarm.core.wording import size
 from swarm.run.events import Event
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from typing import Any, Literal, TypeAlias, get_args
 from rich.text import Text
 
 from swarm.cli.render.output import Output, Presentation
-from swarm.cli.render.text import size, sparkline
+from swarm.cli.render.text import sparkline
+from swarm.core.wording import size
 from swarm.monitor.logic.view import MonitorEvent, MonitorView, PeerView, RelayReport, RoundView, plain
 from swarm.run.events import Event, Notice
 

@@ -1,19 +1,10 @@
-"""Numbers as text, for all commands."""
+"""Lines of text for all commands."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 _BARS = "▁▂▃▄▅▆▇█"
-
-
-def size(count: float) -> str:
-    """Return a number of bytes in decimal units, as links and disks are sold."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "bytes" or count >= 100 else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

@@ -6,8 +6,8 @@ import time
 from typing import TYPE_CHECKING
 
 from swarm.cli.render.output import Presentation
-from swarm.cli.render.text import size, sparkline
-from swarm.core.wording import duration
+from swarm.cli.render.text import sparkline
+from swarm.core.wording import duration, size
 from swarm.dht.logic.blobs import version_text
 from swarm.run import events
 
