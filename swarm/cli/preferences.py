@@ -15,7 +15,7 @@ from swarm.core.errors import UsageError
 from swarm.run.preferences import Preferences, PreferencesFile, parse_preference
 
 _FLAGS = {
-    "hours": ("FROM-TO", "Train in these hours only (local time): 22-7, or 9-12,22-7."),
+    "hours": ("FROM-TO", "Train in these hours only (local time): 22-7. Repeatable."),
     "daily": ("SIZE", "Send and receive at most this much a day, for instance 5G."),
     "monthly": ("SIZE", "Send and receive at most this much a month."),
     "memory": ("SIZE", "Use at most this much memory, for instance 4G; leave the run before using more."),
@@ -47,7 +47,14 @@ class _Preference(click.ParamType[Any]):
 def preference_options(command: options.Command) -> options.Command:
     """Add an option for each preference. `given_preferences` takes them out of the command's arguments."""
     added: list[Callable[[options.Command], options.Command]] = [
-        click.option(f"--{key}", metavar=metavar, type=_Preference(key), default=None, help=text)
+        click.option(
+            f"--{key}",
+            metavar=metavar,
+            type=_Preference(key),
+            multiple=key == "hours",
+            default=None,
+            help=text,
+        )
         for key, (metavar, text) in _FLAGS.items()
     ]
     added.append(
@@ -75,6 +82,7 @@ def preference_options(command: options.Command) -> options.Command:
 def given_preferences(arguments: dict[str, Any]) -> Preferences:
     """Take the preferences out of a command's arguments, and return them."""
     found = {key: arguments.pop(key) for key in Preferences.model_fields}
+    found["hours"] = ",".join(found["hours"]) or None
     return Preferences(**{key: value for key, value in found.items() if value is not None})
 
 

@@ -53,7 +53,9 @@ def test_a_mistake_is_a_sentence_and_changes_nothing(home: Path, arguments: list
 
 def test_options_of_join_say_what_the_file_can_say() -> None:
     options = ["--when-idle", "--daily", "5G", "--battery", "--no-metered", "--gpu", "share", "--cpu", "50"]
-    parsed = join.make_context("join", ["bytelm", *options, "--upload", "20", "--hours", "22-7,9-12"])
+    parsed = join.make_context(
+        "join", ["bytelm", *options, "--upload", "20", "--hours", "22-7", "--hours", "9-12,14-15"]
+    )
     assert given_preferences(parsed.params) == Preferences(
         when_idle="on",
         daily="5G",
@@ -62,6 +64,6 @@ def test_options_of_join_say_what_the_file_can_say() -> None:
         gpu="share",
         cpu=50.0,
         upload=20.0,
-        hours="22-7,9-12",
+        hours="22-7,9-12,14-15",
     )
     assert not Preferences.model_fields.keys() & parsed.params.keys()
