@@ -32,6 +32,7 @@ _TICK_S = 0.5
 _COMMAND_S_MAX = 2.0
 _GRAPHICS_LOAD_MIN = 30  # percent of the GPU from which a program that draws counts, such as a game
 _PROCESSOR_SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal")
+_ENERGY_COUNTERS = Path("/sys/class/powercap")
 _NETWORK_MANAGER = ("org.freedesktop.NetworkManager", "/org/freedesktop/NetworkManager")
 _LOGIN = ("org.freedesktop.login1", "/org/freedesktop/login1", "org.freedesktop.login1.Manager")
 _MUTTER = (
@@ -101,7 +102,7 @@ class MachineProbes:
         read.
         """
         found = [] if self._gpu is None else self._gpu.joules()
-        for counter in Path("/sys/class/powercap").glob("intel-rapl:?/energy_uj"):
+        for counter in _ENERGY_COUNTERS.glob("intel-rapl:?/energy_uj"):
             with contextlib.suppress(OSError, ValueError):
                 found.append(int(counter.read_text()) / 1e6)
         return sum(found) if found else None

@@ -55,6 +55,7 @@ def test_every_swarm_command_of_the_recipes_is_accepted() -> None:
 def test_the_run_of_the_recipes_is_a_specification() -> None:
     specification = RunSpecification.from_file(DEPLOY / "run.toml")
     joining = [one for one in SHELL if "swarm join" in one and "$RUN" not in one]
+    assert len(joining) == 2
     assert all(f"--run {specification.name}" in one for one in joining)
 
 

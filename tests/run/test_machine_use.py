@@ -101,10 +101,13 @@ def test_in_a_container_one_unknown_process_is_this_one(nvml: Nvml) -> None:
     assert probes(CUDA).device_users() == ("another program",)
 
 
-def test_without_a_driver_nobody_else_uses_the_gpu(nvml: Nvml) -> None:
+def test_without_a_driver_nobody_else_uses_the_gpu_and_nothing_is_known(
+    nvml: Nvml, monkeypatch: pytest.MonkeyPatch
+) -> None:
     nvml.missing = True
+    monkeypatch.setattr(psutil, "sensors_temperatures", dict, raising=False)
     assert probes(CUDA).device_users() == ()
-    assert probes(CUDA).joules() in (None, probes(CPU).joules())
+    assert probes(CUDA).temperature_c() is None
 
 
 def test_temperature_and_energy_are_those_of_the_gpu_and_the_processor(
@@ -119,9 +122,24 @@ def test_temperature_and_energy_are_those_of_the_gpu_and_the_processor(
     sensors["coretemp"] = []
     assert probes(CUDA).temperature_c() == 71.0
     assert probes(CPU).temperature_c() is None
-    of_gpu = probes(CUDA).joules()
-    assert of_gpu is not None
-    assert of_gpu >= 5_000.0
+
+
+@pytest.mark.parametrize(("counters", "of_processor"), [((), None), ((1_500_000, 500_000), 2.0)])
+def test_energy_is_that_of_the_gpu_and_of_the_processors_whose_counters_can_be_read(
+    nvml: Nvml,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    counters: tuple[int, ...],
+    of_processor: float | None,
+) -> None:
+    for number, count in enumerate(counters):
+        (tmp_path / f"intel-rapl:{number}").mkdir()
+        (tmp_path / f"intel-rapl:{number}" / "energy_uj").write_text(f"{count}\n")
+    monkeypatch.setattr("swarm.run.machine_use._ENERGY_COUNTERS", tmp_path)
+    assert probes(CPU).joules() == of_processor
+    assert probes(CUDA).joules() == 5_000.0 + (of_processor or 0.0)
+    nvml.missing = True
+    assert probes(CUDA).joules() == of_processor
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from swarm.testing.identities import remembered_signatures
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="package")
 def signatures() -> Iterator[None]:
     """Verify each signature once: all peers of a simulated swarm verify the same records."""
     with remembered_signatures():
