@@ -36,7 +36,7 @@ seconds = 45
 """
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 @pytest.mark.parametrize("mode", ["gradients", "diloco"])
 def test_a_volunteer_of_two_processes_trains_beside_one_of_one(tmp_path: Path, mode: str) -> None:
     file = tmp_path / "run.toml"
