@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from averaging.optim.exchange import fetch_history
-from swarm.core.errors import SwarmError, UsageError
+from swarm.core.errors import PeerError, SwarmError, UsageError
 from swarm.core.identity import Identity
 from swarm.core.ids import Contact, open_run_id
 from swarm.membership.invite import Entrance
@@ -28,6 +28,7 @@ from swarm.monitor.logic.reading import progress_key
 from swarm.monitor.logic.view import ExpertView, MonitorView, RunView
 from swarm.monitor.relays import RelayWatch
 from swarm.node import Node
+from swarm.run.contributors import fetch_totals
 from swarm.run.directory import RunDirectory
 from swarm.run.entering import FIND_S_MAX, enter, found_run
 from swarm.run.membership import check_invited
@@ -241,6 +242,11 @@ class Watch:
                 [*chain.electors]
                 + [peer for one in chain.certificates for peer in (*one.electors, *one.workers)],
             )
+        contacts = {one.peer_id: one for one in (*self.collector.entry, *self.collector.donors)}
+        with contextlib.suppress(PeerError):  # nobody has a receipt yet
+            self.model.leaders.take(
+                await fetch_totals(self.node.channels, self.run.run_id, contacts.values())
+            )
 
     async def _specification(self) -> RunView | None:
         self._signed = await self._directory.specification(self.run.run_id)
@@ -273,4 +279,6 @@ def run_view(signed: SignedSpecification) -> RunView:
         target=specification.target_batch_size,
         parameters=parameters,
         created_s=signed.created_s,
+        paused=specification.paused,
+        ended=specification.ended,
     )

@@ -14,7 +14,15 @@ from rich.text import Text
 from swarm.cli.render.output import Output, Presentation
 from swarm.cli.render.text import sparkline
 from swarm.core.wording import size
-from swarm.monitor.logic.view import MonitorEvent, MonitorView, PeerView, RelayReport, RoundView, plain
+from swarm.monitor.logic.view import (
+    LeaderView,
+    MonitorEvent,
+    MonitorView,
+    PeerView,
+    RelayReport,
+    RoundView,
+    plain,
+)
 from swarm.run.events import Event, Notice
 
 SORTS: dict[str, tuple[Callable[[PeerView], Any], str]] = {
@@ -25,7 +33,7 @@ SORTS: dict[str, tuple[Callable[[PeerView], Any], str]] = {
     "drift": (lambda peer: (not peer.fresh, -(peer.drift or 0.0)), "drift"),
     "age": (lambda peer: -peer.age_s, "age"),
 }
-Section: TypeAlias = Literal["rounds", "events", "experts", "relays"]
+Section: TypeAlias = Literal["rounds", "events", "leaders", "experts", "relays"]
 _SECTIONS: tuple[Section, ...] = get_args(Section)
 _STATUS = {
     "live": ("● live", "green"),
@@ -371,6 +379,10 @@ def _below(view: MonitorView, section: Section, rows: int) -> list[Text]:
         )
     elif section == "events":
         lines += [_event_line(one) for one in view.events[-(rows - 1) :]]
+    elif section == "leaders":
+        lines += [_leader_line(one, place) for place, one in enumerate(view.leaders[: rows - 1], 1)] or [
+            Text("  nobody has given anything yet that others have witnessed", style="dim")
+        ]
     elif section == "relays":
         lines += [_relay_line(relay) for relay in view.relays[: rows - 1]] or [
             Text("  no relay has answered this monitor", style="dim")
@@ -408,6 +420,11 @@ def _round_line(one: RoundView) -> Text:
     else:
         line.append(one.digest[:8], style="dim")
     return line
+
+
+def _leader_line(leader: LeaderView, place: int) -> Text:
+    name = f"{leader.name} {leader.short[-5:]}" if leader.name else leader.short
+    return Text(f" {place:>3}  {leader.samples:>15,} samples  {leader.rounds:>8,} rounds  {name}")
 
 
 def _relay_line(relay: RelayReport) -> Text:

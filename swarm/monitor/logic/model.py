@@ -15,6 +15,7 @@ from swarm.dht.logic.blobs import version_text
 from swarm.metrics.record import Metrics
 from swarm.monitor.logic.eventlog import EventLog
 from swarm.monitor.logic.histories import KnownLines, histories_of
+from swarm.monitor.logic.leaders import Leaders
 from swarm.monitor.logic.robust import capped, median, swarm_epoch
 from swarm.monitor.logic.rounds import RoundKey, RoundTable
 from swarm.monitor.logic.tracked import PeerAssessment, PeerRecords, Poll, TrackedPeer
@@ -65,7 +66,7 @@ class Model:
         self._poll: Poll | None = None
         self._poll_s: float | None = None
         self._link = LinkView()
-        self._epoch = 0
+        self._epoch, self.leaders = 0, Leaders()
 
     @property
     def epoch(self) -> int:
@@ -90,6 +91,7 @@ class Model:
                 self._peers[peer] = TrackedPeer(records, now_s)
                 arrived.append(peer)
             self._update(peer, records, now_s)
+        self.leaders.name(self._peers)
         for peer, known in self._peers.items():
             if peer not in poll.peers and known.gone_s is None:
                 self._on_missing(peer, known, now_s)
@@ -207,6 +209,8 @@ class Model:
             events=self.events.latest,
             experts=self._poll.experts if self._poll else (),
             relays=self._poll.relays if self._poll else (),
+            leaders=self.leaders.views,
+            contributors=self.leaders.count,
             checkpoint=self.checkpoint,
         )
 

@@ -29,6 +29,8 @@ class RunView:
     target: int | None = None  # samples of an epoch
     parameters: int | None = None
     created_s: float | None = None
+    paused: bool = False  # by its owner
+    ended: bool = False
 
     @property
     def full_name(self) -> str:
@@ -152,6 +154,17 @@ class HistoryView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LeaderView:
+    """What one peer has given to the run since it began, as its members have signed it."""
+
+    peer_id: str
+    short: str
+    name: str  # as it called itself when this monitor saw it last; "": it says none, or was not seen
+    samples: int
+    rounds: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertView:
     """One expert and the peers that serve it."""
 
@@ -204,6 +217,8 @@ class MonitorView:
     events: tuple[MonitorEvent, ...] = ()  # the newest last
     experts: tuple[ExpertView, ...] = ()
     relays: tuple[RelayReport, ...] = ()  # that this monitor has met, the one with the most bytes first
+    leaders: tuple[LeaderView, ...] = ()  # those that have given most, the first one before the others
+    contributors: int = 0  # of which these are the first
     checkpoint: str = ""  # last checkpoint of `--save`, as a sentence
 
     @property
