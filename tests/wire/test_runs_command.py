@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from swarm.cli.commands import swarm
+from swarm.dht.logic.run_rules import CATALOGUE
 from swarm.run import events
 from swarm.run.contributions import ContributionLog, Given
 from swarm.run.specification_store import SpecificationStore
@@ -33,7 +34,11 @@ def test_runs_of_a_swarm_are_listed_with_what_they_ask_for_and_how_many_train(
         (found,) = listed(node.addresses[0])
         assert (found["run"], found["id"], found["members"]) == ("tiny", signed.run_id, "open")
         assert (found["task"], found["peers"], found["problem"]) == ("bytelm", 1, "")
+        assert str(found["asks"]).startswith("about ")
+        assert [key for key in node.dht.service.storage.keys() if key.namespace == CATALOGUE]
         text = CliRunner().invoke(swarm, ["runs", node.addresses[0], "--search", "BYTELM"]).stdout
+        assert "reading the catalogue" in text
+        assert "asks for about" in text
         assert "1 volunteer at" in text
         assert [line["event"] for line in listed(node.addresses[0], "--search", "vision")] == ["notice"]
         one.stop.set()
