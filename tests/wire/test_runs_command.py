@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from swarm.cli.commands import swarm
-from swarm.dht.logic.run_rules import CATALOGUE
 from swarm.run import events
+from swarm.run.catalogue import catalogue_key
 from swarm.run.contributions import ContributionLog, Given
 from swarm.run.specification_store import SpecificationStore
 from tests.wire.volunteers import VolunteerThread, created_run
@@ -35,7 +35,7 @@ def test_runs_of_a_swarm_are_listed_with_what_they_ask_for_and_how_many_train(
         assert (found["run"], found["id"], found["members"]) == ("tiny", signed.run_id, "open")
         assert (found["task"], found["peers"], found["problem"]) == ("bytelm", 1, "")
         assert str(found["asks"]).startswith("about ")
-        assert [key for key in node.dht.service.storage.keys() if key.namespace == CATALOGUE]
+        assert node.dht.service.storage.usage(catalogue_key(signed.founder)).entries == 1
         text = CliRunner().invoke(swarm, ["runs", node.addresses[0], "--search", "BYTELM"]).stdout
         assert "reading the catalogue" in text
         assert "asks for about" in text
