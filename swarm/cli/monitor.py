@@ -27,6 +27,7 @@ from swarm.run.limits import parse_duration_s
 
 if TYPE_CHECKING:
     from swarm.cli.render.monitor import ViewFeed
+    from swarm.monitor.alerting import AlertChannels
     from swarm.monitor.logic.view import MonitorView
     from swarm.monitor.saving import StateSavingConfig
     from swarm.monitor.watching import Watch
@@ -55,6 +56,8 @@ class MonitorChoices:
     keep: int
     log: Path | None
     history: str | None
+    alert_webhook: str | None
+    alert_command: str | None
     once: bool
     as_json: bool
     exit_with_parent: bool
@@ -72,6 +75,7 @@ class MonitorChoices:
             from moe.protocol.names import ExpertUid
 
             ExpertUid.parse_prefix(grid)
+        choices.alerts()
         if parse_duration_s(choices.every) <= 0:
             raise UsageError(f"--every is a time above 0, like 10m, not {choices.every!r:.40}")
         return choices
@@ -85,6 +89,12 @@ class MonitorChoices:
         return StateSavingConfig(
             folder=self.save.expanduser(), every_s=parse_duration_s(self.every), kept_max=self.keep
         )
+
+    def alerts(self) -> AlertChannels:
+        """Return where alerts go."""
+        from swarm.monitor.alerting import AlertChannels
+
+        return AlertChannels.parse(self.alert_webhook, self.alert_command)
 
     def history_file(self, run_id: str) -> Path | None:
         """Return the file in which the history of a run is kept; None for none."""
@@ -136,6 +146,18 @@ class MonitorChoices:
     default=None,
     help="Where to keep the history; `none` for nowhere. [default: a file for each run]",
 )
+@click.option(
+    "--alert-webhook",
+    metavar="URL",
+    default=None,
+    help="Send alerts there as JSON: the loss diverges, epochs stall, members drop, histories part.",
+)
+@click.option(
+    "--alert-command",
+    metavar="COMMAND",
+    default=None,
+    help="Pass alerts to a command as a mail with its subject: 'sendmail me@example.org'.",
+)
 @click.option("--once", is_flag=True, help="Look once, print, and end.")
 @options.as_json
 @options.exit_with_parent
@@ -152,6 +174,7 @@ def monitor(addresses: tuple[str, ...], **given: Any) -> int:
       swarm monitor ADDRESS --web 127.0.0.1:8080
       swarm monitor ADDRESS --run bytelm --prometheus 0.0.0.0:9464 --log run.jsonl
       swarm monitor ADDRESS --save checkpoints --every 30m
+      swarm monitor ADDRESS --alert-command 'sendmail me@example.org'
       swarm monitor ADDRESS --once --json
     """
     choices = MonitorChoices.of(addresses=addresses, **given)
@@ -213,6 +236,11 @@ def _start_servers(
     """Start the page and the metrics, if they were requested."""
     from swarm.cli.render.monitor import ServerStarted
 
+    if channels := choices.alerts():
+        from swarm.monitor.alerting import Alerting
+
+        alerting = stack.enter_context(Alerting(channels, lambda text: output.emit(Notice(text=text))))
+        watch.listen(alerting.on_view)
     if choices.web is not None:
         from swarm.monitor.web import WebServer
 
