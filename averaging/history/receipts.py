@@ -4,8 +4,8 @@ Pure.
 Every certificate says how many samples each contributor brought, and a quorum of the electors has signed it.
 The totals at a head follow from all certificates before it, so all peers of a history compute the same ones.
 Certificates are kept for a while only, so every `EVERY` of them the electors sign the totals: a receipt.
-Whoever has the newest receipt and the certificates since knows what everybody gave since the run began; no
-earlier receipt is needed.
+A peer that has the newest receipt and the certificates since knows what everybody gave since the run began,
+and needs no earlier receipt.
 """
 
 from __future__ import annotations

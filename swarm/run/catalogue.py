@@ -84,7 +84,7 @@ def read_entry(key: Key, entry: Entry) -> CatalogueEntry:
     except (UsageError, TypeError, KeyError) as error:
         raise PeerError(f"an entry of the catalogue that cannot be read: {error}") from None
     if entry.subkey != run_id or key != catalogue_key(founder):
-        raise PeerError("an entry of the catalogue in the place of another one")
+        raise PeerError("an entry of the catalogue that stands where another one belongs")
     return CatalogueEntry(name=value["name"], run_id=run_id, founder=founder, member=member)
 
 
@@ -117,14 +117,11 @@ async def read_catalogue(
     `answers`: whether a peer answers a call now; `known`: peers that this one has met before.
     """
     keys = [Key(CATALOGUE, str(shard)) for shard in range(CATALOGUE_SHARDS)]
-    read = await asyncio.gather(
-        *(dht.get_all(key, latest=True, timeout_s=_READ_S) for key in keys), return_exceptions=True
-    )
+    async with asyncio.TaskGroup() as group:
+        read = [(key, group.create_task(_read_key(dht, key))) for key in keys]
     entries = []
-    for key, answer in zip(keys, read, strict=True):
-        if isinstance(answer, BaseException) and not isinstance(answer, NetworkError):
-            raise answer
-        for entry in [] if isinstance(answer, BaseException) else answer:
+    for key, task in read:
+        for entry in task.result():
             with contextlib.suppress(PeerError):
                 entries.append(read_entry(key, entry))
     found: dict[str, CatalogueEntry] = {}
@@ -132,8 +129,20 @@ async def read_catalogue(
     while waiting and len(found) < SHOWN_MAX:
         asked = [one for one in waiting[:_AT_ONCE] if one.run_id not in found]
         waiting = waiting[_AT_ONCE:]
-        alive = await asyncio.gather(*(answers(one.member) for one in asked))
-        for one, answers_now in zip(asked, alive, strict=True):
-            if answers_now:
+        async with asyncio.TaskGroup() as group:
+            calls = [(one, group.create_task(_answers(answers, one.member))) for one in asked]
+        for one, call in calls:
+            if call.result():
                 found.setdefault(one.run_id, one)
     return list(found.values())[:SHOWN_MAX]
+
+
+async def _read_key(dht: DhtService, key: Key) -> list[Entry]:
+    try:
+        return await dht.get_all(key, latest=True, timeout_s=_READ_S)
+    except NetworkError:
+        return []
+
+
+async def _answers(answers: Callable[[Contact], Awaitable[bool]], member: Contact) -> bool:
+    return await answers(member)

@@ -50,24 +50,24 @@ async def fetch_totals(caller: Caller, run_id: str, contacts: Iterable[Contact])
     PeerError or NetworkError that says why there are no totals.
     """
 
-    async def ask(contact: Contact) -> tuple[Chain, Receipt | None]:
-        chain = (await fetch_history(caller, run_id, contact, [])).chain
-        await asyncio.get_running_loop().run_in_executor(None, chain.check, run_id)
+    reason = "no member of the run is known"
+
+    async def ask(contact: Contact) -> tuple[Chain, Receipt | None] | None:
+        nonlocal reason
         receipt = None
+        try:
+            chain = (await fetch_history(caller, run_id, contact, [])).chain
+            await asyncio.get_running_loop().run_in_executor(None, chain.check, run_id)
+        except SwarmError as error:
+            reason = str(error)
+            return None
         with contextlib.suppress(SwarmError):
             receipt = await fetch_receipt(caller, run_id, contact)
         return chain, receipt
 
-    asked = list(contacts)[:ASKED_MAX]
-    answers = await asyncio.gather(*(ask(one) for one in asked), return_exceptions=True)
-    found, reason = [], "no member of the run is known"
-    for answer in answers:
-        if isinstance(answer, tuple):
-            found.append(answer)
-        elif isinstance(answer, SwarmError):
-            reason = str(answer)
-        else:
-            raise answer
+    async with asyncio.TaskGroup() as group:
+        asked = [group.create_task(ask(one)) for one in list(contacts)[:ASKED_MAX]]
+    found = [answer for task in asked if (answer := task.result()) is not None]
     if not found:
         raise PeerError(f"what was given to run {run_id} could not be read: {reason}")
     chain = _shared([chain for chain, _ in found])

@@ -114,7 +114,7 @@ class Alerts:
 
     def _stall(self, view: MonitorView) -> Iterator[Alert]:
         if view.run.paused or view.run.ended:
-            self._epoch = None  # counts anew when the run goes on
+            self._epoch = None  # counts from zero when the run goes on
             return
         if self._epoch != view.epoch:
             if self._epoch is not None and view.epoch > self._epoch:
