@@ -256,7 +256,6 @@ class Lineage:
         contributors: Sequence[PeerId],
         is_break: bool,
         new_hour: bool = False,
-        samples: Sequence[int] = (),
     ) -> Proposal:
         """Return the proposal of a round of this group on the present head, which has room for the whole
         swarm. Electors whose goodbyes this peer knows leave the list.
@@ -277,7 +276,6 @@ class Lineage:
             gone=gone,
             new_hour=new_hour,
             is_break=is_break,
-            samples=tuple(samples),
         )
 
     def alone(
@@ -298,8 +296,9 @@ class Lineage:
         """
         own = (self.own,)
         proposal = self.propose(
-            epoch=epoch, kind=kind, group_id=group_id, contributors=own, is_break=is_break, samples=samples
+            epoch=epoch, kind=kind, group_id=group_id, contributors=own, is_break=is_break
         )
+        proposal = replace(proposal, samples=tuple(samples))
         result = blake3(b"swarm alone\0" + proposal.digest()).digest()
         signature = sign(vote_statement(proposal.digest(), result))
         return Certificate(

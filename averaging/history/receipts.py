@@ -43,7 +43,7 @@ _RECEIPT: Final = b"swarm receipt\0"
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """What one peer has given."""
+    """The samples and rounds that one peer has given."""
 
     samples: int = 0
     rounds: int = 0

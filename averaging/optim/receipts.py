@@ -27,7 +27,7 @@ _ASK_EVERY = 12  # looks after which a member without anything to sign asks for 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Question:
-    """What this peer asks another one."""
+    """A question of this peer to another one."""
 
     peers: Sequence[PeerId]  # that may be asked
     head: bytes

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from averaging.optim.exchange import fetch_history
 from swarm.core.errors import PeerError, SwarmError, UsageError
 from swarm.core.identity import Identity
-from swarm.core.ids import Contact, open_run_id
+from swarm.core.ids import Contact, PeerId, open_run_id
 from swarm.membership.invite import Entrance
 from swarm.monitor.collector import Collector
 from swarm.monitor.history import ChartHistory
@@ -69,6 +69,7 @@ class Watch:
         self.config = config
         self._signed: SignedSpecification | None = None
         self._grids: Directory | None = None
+        self.deciding = frozenset[PeerId]()  # the electors of the head, as far as the entry peers know
         self.notice = ""  # a warning for the user about this monitor, if any
         self.node = Node(bootstrap=config.entry, listen=None, identity=own)
         self._listeners: list[OnView] = []
@@ -119,6 +120,15 @@ class Watch:
     def view_now(self) -> MonitorView:
         """Return the view of the run at this moment. Must be called on the network thread."""
         return self.model.view(self.node.clock.swarm_s())
+
+    def follow(self, signed: SignedSpecification) -> None:
+        """Show a newer version of the specification at once."""
+
+        async def follow() -> None:
+            self._signed = signed
+            self.model.on_run(run_view(signed), self.node.clock.swarm_s())
+
+        self.node.network.run(follow(), TURN_S_MAX)
 
     def close(self) -> None:
         """Close the node and the history. May be called more than once."""
@@ -237,6 +247,7 @@ class Watch:
         if self._signed is not None:
             self.node.standing.add_members(self.run.run_id, [self._signed.owner])
         for chain in await self._histories():
+            self.deciding = frozenset(chain.last_electors)
             self.node.standing.add_members(
                 self.run.run_id,
                 [*chain.electors]
@@ -280,5 +291,7 @@ def run_view(signed: SignedSpecification) -> RunView:
         parameters=parameters,
         created_s=signed.created_s,
         paused=specification.paused,
+        pauses=tuple((one.starts_s, one.ends_s) for one in specification.pauses),
         ended=specification.ended,
+        message=specification.message,
     )

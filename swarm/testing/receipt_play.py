@@ -145,8 +145,8 @@ class ReceiptPlay:
             group_id=self._chance.randbytes(32),
             contributors=[member.peer_id for member in here],
             is_break=False,
-            samples=claims,
         )
+        proposal = replace(proposal, samples=tuple(claims))
         made = Certificate(proposal=proposal, result=bytes(32), votes={}, goodbyes={})
         for member in self.members:
             member.lineage.extend(made)

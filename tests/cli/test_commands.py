@@ -34,6 +34,8 @@ COMMANDS = (
     "bootstrap",
     "change",
     "config",
+    "contributors",
+    "dashboard",
     "demo",
     "doctor",
     "experts",

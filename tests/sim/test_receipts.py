@@ -49,7 +49,7 @@ def test_colluders_get_at_most_ten_times_the_samples_of_other_members(seed: int)
 
 
 def test_colluders_that_are_a_quorum_are_believed() -> None:
-    """What the receipts do not promise, so that the tests above show more than that nothing works."""
+    """The limit of the promise: without it the tests above might show that forging never works."""
     play = ReceiptPlay(ReceiptPlayConfig(seed=1, honest=2, colluders=4, later=0, rounds=64))
     play.run()
     newest = play.honest()[0].book.newest

@@ -181,7 +181,7 @@ class Model:
         live_now = self._status(now_s) == "live"
         return MonitorView(
             at_s=now_s,
-            run=self.run,
+            run=self.run.at(now_s),
             link=self._link_view(now_s),
             epoch=self._epoch,
             samples=samples,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 # "late": no answer for longer than usual; "lost": no peer answers
@@ -30,7 +30,14 @@ class RunView:
     parameters: int | None = None
     created_s: float | None = None
     paused: bool = False  # by its owner
+    pauses: tuple[tuple[float, float], ...] = ()  # that the owner has planned: start and end
     ended: bool = False
+    message: str = ""  # of the owner to volunteers
+
+    def at(self, now_s: float) -> RunView:
+        """Return the run as it is at this moment: during a planned pause it is paused."""
+        is_planned = any(starts_s <= now_s < ends_s for starts_s, ends_s in self.pauses)
+        return replace(self, paused=self.paused or is_planned)
 
     @property
     def full_name(self) -> str:
@@ -155,7 +162,7 @@ class HistoryView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaderView:
-    """What one peer has given to the run since it began, as its members have signed it."""
+    """One peer that has given to the run, with its totals, as members have signed them."""
 
     peer_id: str
     short: str
