@@ -47,7 +47,7 @@ class IssuedInvites:
         for line in lines:
             try:
                 value = json.loads(line)
-                PeerId.parse(value["subject"])
+                PeerId.parse(str(value["subject"]))
                 found.append(IssuedInvite(**{**value, "roles": tuple(map(str, value["roles"]))}))
             except (ValueError, TypeError, KeyError, UsageError):
                 continue
