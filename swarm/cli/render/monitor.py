@@ -41,6 +41,11 @@ _STATUS = {
     "late": ("▲ LATE", "bold yellow"),
     "lost": ("✖ LOST", "bold red"),
 }
+_RUN_STATUS = {
+    "ended": ("■ ended", "bold"),
+    "paused": ("‖ paused by its owner", "bold yellow"),
+    "empty": ("○ nobody trains", "yellow"),
+}
 _LEVEL = {"good": "green", "warning": "yellow", "bad": "bold red"}
 _STATE = {
     "training": "green",
@@ -122,6 +127,9 @@ def headline(view: MonitorView) -> str:
     if not view.live:
         age = f" for {view.link.age_s:.0f} s" if view.link.age_s is not None else ""
         return f"nothing seen{age}: {view.link.text or view.link.status}"
+    if view.standing != "live":
+        state = {"ended": "the run has ended", "paused": "the owner has paused the run"}.get(view.standing)
+        return f"epoch {view.epoch:,}: {state or 'nobody trains this run at the moment'}"
     loss = f", loss {view.loss:.3f}" if view.loss is not None else ""
     held_out = f" (held out {view.validation_loss:.3f})" if view.validation_loss is not None else ""
     part = f" {100 * view.fraction:.0f} %" if view.fraction is not None else ""
@@ -148,6 +156,8 @@ class ScreenState:
     details: bool = False
     section: Section = "rounds"
     quit: bool = False
+    page: str = ""  # where the page is served; "": nowhere
+    said: str = ""  # the last alert, or why it could not be sent
 
     def key(self, name: str, peers: int) -> None:
         """React to a key."""
@@ -188,7 +198,7 @@ def render_screen(
     view: MonitorView, state: ScreenState, trends: Trends, columns: int, rows: int
 ) -> list[Text]:
     """Return at most `rows` lines of at most `columns` columns."""
-    lines = [*_head(view, columns), *_numbers(view, trends, columns), Text("")]
+    lines = [*_head(view, columns, state), *_numbers(view, trends, columns), Text("")]
     peers = sorted(view.peers, key=SORTS[state.sort][0])
     state.chosen = min(state.chosen, max(0, len(peers) - 1))
     free = rows - len(lines) - 1  # the last line shows the keys
@@ -215,9 +225,10 @@ def render_screen(
     return lines[:rows]
 
 
-def _head(view: MonitorView, columns: int) -> list[Text]:
-    text, style = _STATUS.get(view.link.status, ("?", ""))
-    run = view.run
+def _head(view: MonitorView, columns: int, state: ScreenState) -> list[Text]:
+    run, (text, style) = view.run, _STATUS.get(view.link.status, ("?", ""))
+    if view.live and view.standing != "live":
+        text, style = _RUN_STATUS[view.standing]
     name = run.full_name if len(run.full_name) + 40 < columns else run.name or run.run_id
     title = Text.assemble((f" {name} ", "bold reverse"), "  ", (text, style))
     if view.link.age_s is not None and view.link.status != "live":
@@ -231,7 +242,14 @@ def _head(view: MonitorView, columns: int) -> list[Text]:
         title.append(f", {view.strangers} stranger{'' if view.strangers == 1 else 's'}", style="dim")
     about = [run.description, f"{run.parameters:,} parameters" if run.parameters else "", run.mode, run.codec]
     text = view.link.text or " · ".join(filter(None, about))
-    return [title, Text(f" {text}", style="yellow" if view.link.text else "dim")]
+    lines = [title, Text(f" {text}", style="yellow" if view.link.text else "dim")]
+    if state.page:
+        lines.append(Text(f" the page is at {state.page}", style="dim"))
+    if state.said:
+        lines.append(Text(f" {state.said}", style="yellow"))
+    if run.message:
+        lines.append(Text(f" its owner says: {run.message}"))
+    return lines
 
 
 def _numbers(view: MonitorView, trends: Trends, columns: int) -> list[Text]:

@@ -26,6 +26,11 @@ class Leaders:
         return len(self._totals.by_peer)
 
     @property
+    def samples(self) -> int:
+        """Return how many samples all of them have given."""
+        return self._totals.samples
+
+    @property
     def views(self) -> tuple[LeaderView, ...]:
         """Return the first peers, the one with the most samples before the others."""
         given = self._totals.by_peer

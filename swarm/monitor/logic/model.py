@@ -14,7 +14,7 @@ from swarm.core.standing import PeerStanding
 from swarm.dht.logic.blobs import version_text
 from swarm.metrics.record import Metrics
 from swarm.monitor.logic.eventlog import EventLog
-from swarm.monitor.logic.histories import KnownLines, histories_of
+from swarm.monitor.logic.histories import EpochJumps, KnownLines, histories_of
 from swarm.monitor.logic.leaders import Leaders
 from swarm.monitor.logic.robust import capped, median, swarm_epoch
 from swarm.monitor.logic.rounds import RoundKey, RoundTable
@@ -58,8 +58,7 @@ class Model:
         self.checkpoint = ""
         self._peers: dict[PeerId, TrackedPeer] = {}
         self._strangers = 0  # of these, as of the last poll
-        self._rounds = RoundTable()
-        self._lines = KnownLines()
+        self._rounds, self._lines, self._jumps = RoundTable(), KnownLines(), EpochJumps()
         self._unreported: dict[RoundKey, float] = {}  # new rounds without a failure event yet, and since when
         self._accused: dict[str, int] = {}
         self._differing: set[RoundKey] = set()
@@ -97,6 +96,8 @@ class Model:
                 self._on_missing(peer, known, now_s)
         live = self._counted(self._live(now_s))
         self._epoch = swarm_epoch([known.pace[1] for known in live.values()]) or self._epoch
+        if jump := self._jumps.text(self._epoch):
+            self.events.add(now_s, "jump", "warning", jump)
         self._arrivals(arrived, first, now_s)
         self._mark_quiet(now_s)
         self._report_breaks(first, now_s)
@@ -211,6 +212,7 @@ class Model:
             relays=self._poll.relays if self._poll else (),
             leaders=self.leaders.views,
             contributors=self.leaders.count,
+            samples_given=self.leaders.samples,
             checkpoint=self.checkpoint,
         )
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias
 LinkStatus: TypeAlias = Literal["joining", "live", "late", "lost"]
 # "idle": alive but not training; "quiet": published nothing for too long
 PeerActivity: TypeAlias = Literal["training", "behind", "idle", "quiet", "lost", "left"]
+RunStanding: TypeAlias = Literal["live", "paused", "ended", "empty"]
 EventLevel: TypeAlias = Literal["info", "good", "warning", "bad"]
 
 
@@ -226,11 +227,19 @@ class MonitorView:
     relays: tuple[RelayReport, ...] = ()  # that this monitor has met, the one with the most bytes first
     leaders: tuple[LeaderView, ...] = ()  # those that have given most, the first one before the others
     contributors: int = 0  # of which these are the first
+    samples_given: int = 0  # by all of them
     checkpoint: str = ""  # last checkpoint of `--save`, as a sentence
 
     @property
     def live(self) -> bool:
         return self.link.status == "live"
+
+    @property
+    def standing(self) -> RunStanding:
+        """Return whether the run is trained, by what its owner decided and who is there."""
+        if self.run.ended or self.run.paused:
+            return "ended" if self.run.ended else "paused"
+        return "live" if self.peers_live else "empty"
 
     def as_dict(self) -> dict[str, Any]:
         """Return a dict for JSON, in which NaN and infinities are null."""
