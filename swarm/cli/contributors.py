@@ -9,7 +9,7 @@ import click
 
 from swarm.cli import options
 from swarm.cli.finding import given_entry
-from swarm.cli.identity import open_entry_identity
+from swarm.cli.identity import open_entry_identity, own_peers
 from swarm.cli.render import make_output
 from swarm.cli.render.output import Presentation, Result, printable
 from swarm.core.errors import UsageError
@@ -70,10 +70,12 @@ def contributors(
             raise UsageError(f"{signed.full_name} is a grid of experts: nobody signs what its servers give")
         check_invited(signed, node.membership)
         totals, found = node.network.run(_read(node, signed), _READ_S)
-        for place, one in enumerate(found[:top], 1):
-            output.emit(
-                Result(name="contributor", fields=_fields(one, place), text=_line(one, place, totals))
-            )
+        mine = own_peers()
+        for place, one in enumerate(found, 1):
+            is_own = one.peer_id in mine
+            if place <= top or is_own:  # a volunteer always finds itself
+                fields, text = _fields(one, place, is_own=is_own), _line(one, place, totals, is_own=is_own)
+                output.emit(Result(name="contributor", fields=fields, text=text))
         output.emit(Notice(text=_summary(totals, len(found), top)))
     return 0
 
@@ -90,19 +92,21 @@ async def _read(node: Node, signed: SignedSpecification) -> tuple[Totals, list[C
     return totals, ranked(totals, names)
 
 
-def _fields(one: Contributor, place: int) -> dict[str, object]:
+def _fields(one: Contributor, place: int, *, is_own: bool) -> dict[str, object]:
     return {
         "place": place,
         "peer_id": str(one.peer_id),
         "name": one.name,
         "samples": one.samples,
         "rounds": one.rounds,
+        "own": is_own,
     }
 
 
-def _line(one: Contributor, place: int, totals: Totals) -> str:
+def _line(one: Contributor, place: int, totals: Totals, *, is_own: bool) -> str:
     share = 100 * one.samples / totals.samples if totals.samples else 0.0
     name = printable(f"{one.name} ({one.peer_id.short})" if one.name else one.peer_id.short)
+    name += ", you" if is_own else ""
     return f"{place:>4}  {one.samples:>15,} samples {share:>5.1f} %  {one.rounds:>9,} rounds  {name}"
 
 

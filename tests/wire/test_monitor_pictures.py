@@ -1,7 +1,7 @@
 """Pictures of the page in every state of a run, at three widths, light and dark, from a real browser.
 
-They are written to build/pictures. The test looks at what a picture would show: nothing is cut, and charts are
-drawn.
+They are written to build/pictures. The test looks at what a picture would show: nothing is cut, and charts
+are drawn.
 """
 
 from __future__ import annotations
