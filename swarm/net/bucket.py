@@ -20,7 +20,7 @@ class Bucket:
     """The cap on one direction of one peer."""
 
     bytes_per_s: float
-    _free_s: float = -math.inf  # when everything requested so far has passed
+    _free_s: float = -math.inf  # time at which everything requested so far has passed
 
     def __post_init__(self) -> None:
         if not 0.0 < self.bytes_per_s < math.inf:

@@ -69,7 +69,7 @@ def test_a_wrong_file_is_refused_with_the_key(changes: dict[str, object], messag
 
 
 def test_a_run_cannot_take_the_name_of_a_grid() -> None:
-    with pytest.raises(UsageError, match=r"begin with 'grid\.' are those of grids"):
+    with pytest.raises(UsageError, match=r"begin with 'grid\.' are reserved for grids"):
         RunSpecification.from_table(
             {"name": "grid.x", "target_batch_size": 64, "batch_size": 8, "task": {"name": "bytelm"}}, "test"
         )
@@ -161,7 +161,7 @@ def test_the_file_of_a_users_own_class_must_be_the_grids(tmp_path: Path) -> None
     with_module = signed(owner, module=module_hash(mine))
     check_module(with_module, mine)
     check_module(signed(owner), None)
-    with pytest.raises(UsageError, match="is another file than that of"):
+    with pytest.raises(UsageError, match="is not the file of"):
         check_module(with_module, other)
     with pytest.raises(UsageError, match=r"get it from the owner, read it, and pass it with --module"):
         check_module(with_module, None)
