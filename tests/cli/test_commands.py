@@ -106,7 +106,7 @@ def error_text(capsys: pytest.CaptureFixture[str]) -> str:
         (["serve", "--experts", "a.0", "--experts", "b.0", "--num-experts", "1"], "give --experts once"),
         (
             ["serve", "--experts", "ffn.0", "--warmup-steps", "9", "--training-steps", "9"],
-            "there are more of them than --warmup-steps",
+            "they must exceed --warmup-steps",
         ),
         (
             ["serve", "--experts", "ffn.0", "--listen", "127.0.0.1:0", "--expert-class", "fnn"],
@@ -130,7 +130,7 @@ def error_text(capsys: pytest.CaptureFixture[str]) -> str:
             ["serve", "--experts", "ffn.0", "--listen", "none"],
             "through relays of a swarm: give an ADDRESS",
         ),
-        (["join", NOBODY, "--yes", "--listen", "none", "--announce", "a.example"], "that nobody does"),
+        (["join", NOBODY, "--yes", "--listen", "none", "--announce", "a.example"], "--listen none refuses calls"),
         (["join", NOBODY, "--yes", "--announce", "not a host"], "'not a host' is neither an IP address"),
         (["join", NOBODY, "--yes", "--announce", "host:port"], "'host:port' is not an address to announce"),
     ],

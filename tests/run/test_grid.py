@@ -47,7 +47,7 @@ def test_the_shipped_example_is_valid() -> None:
         ({"dtype": "int8"}, "test: dtype must be one of"),
         ({"module": "short"}, "test: module"),
         ({"optimizer": {"learning_rate": -1}}, "test: optimizer.learning_rate must be greater than or equal"),
-        ({"optimizer": {"warmup_steps": 5, "training_steps": 5}}, "there are more of them than warmup_steps"),
+        ({"optimizer": {"warmup_steps": 5, "training_steps": 5}}, "they must exceed warmup_steps"),
         ({"hiden_dim": 5}, "test: hiden_dim is not a known key (misspelt?)"),
     ],
     ids=[
