@@ -183,7 +183,12 @@ def join() -> Passed:
                 )
                 joined = [sys.executable, "-m", "benchmarks.flows", "--join", address]
                 done = subprocess.run(
-                    joined, capture_output=True, text=True, env=environment, timeout=_JOIN_S_MAX, check=True
+                    joined,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    env=environment,
+                    timeout=_JOIN_S_MAX,
+                    check=True,
                 )
             finally:
                 creator.kill()
