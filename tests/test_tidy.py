@@ -443,3 +443,15 @@ def test_decisions_have_no_gaps_and_stand_in_the_index_in_order() -> None:
     assert listed == records
     headings = {name: (folder / name).read_text().split(maxsplit=2)[1] for name in records}
     assert headings == {name: name[:4] for name in records}
+    form = ["Status", "Context", "Decision", "Evidence", "Consequences"]
+    for name in records:
+        assert re.findall(r"^## (.+)$", (folder / name).read_text(), re.MULTILINE) == form, name
+
+
+@pytest.mark.parametrize(
+    ("name", "lines_max"),
+    [("README.md", 150), ("docs/benchmarks/index.md", 100)],
+    ids=["readme", "benchmarks"],
+)
+def test_pages_that_people_read_first_are_short(name: str, lines_max: int) -> None:
+    assert (ROOT / name).read_text(encoding="utf-8").count("\n") <= lines_max

@@ -64,7 +64,9 @@ def test_peers_stay_equal_and_one_that_comes_late_takes_their_state(
         resumed.train_to(7)
         assert resumed.reports[-1].alone
         if mode == "gradients":
-            assert_close(resumed.net, one_epoch_more(weights, saved, inner))
+            # Muon computes in bfloat16; its step is 0.01
+            tolerance = 1e-3 if inner is muon else 1e-5
+            assert_close(resumed.net, one_epoch_more(weights, saved, inner), tolerance)
 
 
 def one_epoch_more(
