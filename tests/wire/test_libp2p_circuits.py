@@ -192,7 +192,7 @@ def test_the_limits_of_a_relay_hold_and_are_said() -> None:
 
 def test_a_relay_carries_no_more_bytes_per_second_than_it_gives() -> None:
     async def test(scene: Scene) -> None:
-        relay, _ = await scene.relay(bytes_per_s=1e6)
+        relay, _ = await scene.relay(bytes_per_s=1e6, burst_s=0.05)
         hidden, caller = await scene.hidden(relay), await scene.caller()
         connection = await caller.connect(hidden.peer_id, [relay])
         begun_s = time.monotonic()
