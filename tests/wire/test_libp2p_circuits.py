@@ -296,7 +296,7 @@ def test_circuits_over_circuits_are_refused() -> None:
         with pytest.raises(PeerError, match=f"does not speak {HOP_PROTOCOL}"):
             await caller.question(connection, Hop(HopKind.CONNECT, peer=hidden.peer_id))
         with pytest.raises(PeerError, match=f"does not speak {STOP_PROTOCOL}"):
-            await connection.open(STOP_PROTOCOL)
+            await (await connection.open(STOP_PROTOCOL)).read()
         assert HOP_PROTOCOL not in (await identify(connection)).protocols
 
     run(test)
