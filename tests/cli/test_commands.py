@@ -18,9 +18,7 @@ NOBODY = "/ip4/127.0.0.1/tcp/9/tls/http/p2p/12D3KooWJ3bWs8GcGA4bPX8nfUeJGFAcgoMY
 RUN = 'name = "tiny"\ntarget_batch_size = 64\nbatch_size = 8\n[task]\nname = "bytelm"\n'
 
 
-@pytest.fixture(autouse=True)
-def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SWARM_HOME", str(tmp_path / "home"))
+pytestmark = pytest.mark.usefixtures("home")
 
 
 @pytest.fixture
@@ -130,7 +128,10 @@ def error_text(capsys: pytest.CaptureFixture[str]) -> str:
             ["serve", "--experts", "ffn.0", "--listen", "none"],
             "through relays of a swarm: give an ADDRESS",
         ),
-        (["join", NOBODY, "--yes", "--listen", "none", "--announce", "a.example"], "--listen none refuses calls"),
+        (
+            ["join", NOBODY, "--yes", "--listen", "none", "--announce", "a.example"],
+            "--listen none refuses calls",
+        ),
         (["join", NOBODY, "--yes", "--announce", "not a host"], "'not a host' is neither an IP address"),
         (["join", NOBODY, "--yes", "--announce", "host:port"], "'host:port' is not an address to announce"),
     ],
