@@ -291,9 +291,17 @@ class Internet:
     def restart_router(self, name: str) -> None:
         """Let the router of a host forget all connections."""
         router, host = f"{self._prefix}{name}nat", self.routers[name]
+        assert self.connections_of_router(name), "there is nothing to forget"
         _run("ip", "-n", router, "link", "set", "out", "down")  # the kernel forgets what it translates there
+        assert not self.connections_of_router(name)
         _run("ip", "-n", router, "link", "set", "out", "up")
         _run("ip", "-n", router, "route", "add", "default", "via", f"{host.rpartition('.')[0]}.1")
+
+    def connections_of_router(self, name: str) -> int:
+        """Return how many connections the router of a host keeps in mind."""
+        file = "/proc/sys/net/netfilter/nf_conntrack_count"
+        command = ["ip", "netns", "exec", f"{self._prefix}{name}nat", "cat", file]
+        return int(subprocess.run(command, capture_output=True, check=True).stdout)
 
     def readdress_router(self, name: str) -> None:
         """Give the router of a host another public address."""
@@ -398,12 +406,21 @@ class Process:
         for reader in self._readers:
             reader.start()
 
+    def seen(self) -> int:
+        """Return how many events have come so far."""
+        while not self._lines.empty():
+            if (event := self._lines.get()) is None:  # the process has ended, which `wait` has to see, too
+                self._lines.put(None)
+                break
+            self.events.append(event)
+        return len(self.events)
+
     def wait(
-        self, what: str, fits: Callable[[dict[str, Any]], bool], timeout_s: float = 120.0
+        self, what: str, fits: Callable[[dict[str, Any]], bool], timeout_s: float = 120.0, *, since: int = 0
     ) -> dict[str, Any]:
-        """Return the first event that fits, waiting for it if necessary."""
+        """Return the first event that fits, after the first `since`, waiting for it if necessary."""
         deadline_s = time.monotonic() + timeout_s
-        for event in self.events:
+        for event in self.events[since:]:
             if fits(event):
                 return event
         while True:
