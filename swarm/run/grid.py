@@ -80,7 +80,7 @@ class GridSpecification(OwnedSpecification):
     # SHA-256 of the file that has the class, if it comes with `--module`; every server needs the same file
     module: str | None = Field(default=None, pattern=_HASH)
     hidden_dim: _Size = 1024
-    sequence_length: _Size = 128  # of classes that take sequences
+    sequence_length: _Size = 128  # the largest, of classes that take sequences
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     # of the initial parameters, together with the expert's name
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
