@@ -362,7 +362,7 @@ class _Hosting:
         """Host the experts, and move to others where the grid needs it. `created`: by this command."""
         factory = self._choices.factory(self._signed.grid)
         placing = self._choices.placing(self._signed.grid, self._node, factory)
-        experts = {uid: factory.make(uid) for uid in placing.first()}
+        experts = factory.make_all(placing.first())
         move: Move | None = None
         while True:
             with self._open_server(experts) as server:

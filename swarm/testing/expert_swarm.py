@@ -99,16 +99,16 @@ class SimulatedExperts:
 
     async def start(self, bootstrap: Sequence[SimulatedPeer]) -> None:
         peer = self.peer
-        service = service_of(peer)
+        self.service = service_of(peer)
         peer.handlers.unary(DESCRIBE, self._describe)
         peer.handlers.unary(CALL, self._call)
-        await service.join([one.contact for one in bootstrap])
+        await self.service.join([one.contact for one in bootstrap])
         await self._declare()
 
     async def _declare(self) -> None:
         peer = self.peer
         digests = {uid: schema.digest for uid, schema in self.schemas.items()}
-        declarations = Declarations(service_of(peer), lambda: peer.contact, digests, ServerLoad)
+        declarations = Declarations(self.service, lambda: peer.contact, digests, ServerLoad)
         self._declarations = declarations
         self._renewing = peer.supervisor.spawn("declaring experts", declarations.renew, restart=True)
         await declarations.declared.wait()
@@ -225,7 +225,7 @@ class ExpertSwarm:
         """Return the node of a further trainer."""
         peer = self.network.peer()
         node = cast(Node, self._thread.run(self._node_of(peer)))
-        self.run(service_of(peer).join([self.trainer.contact]))
+        self.run(node.dht.service.join([self.trainer.contact]))
         return node
 
     async def _node_of(self, peer: SimulatedPeer) -> object:

@@ -19,11 +19,10 @@ from moe.protocol.declarations import RENEW_S, Directory
 from moe.protocol.names import ExpertGrid
 from moe.server.logic.placement import Placement
 from moe.server.places import choose_places, read_load
-from swarm.testing.dht_swarm import service_of
 from swarm.testing.expert_swarm import ExpertSwarm, SimulatedExperts
 
 WIDTH, STAGES, BATCH, MICRO_BATCH = 6, 4, 32, 4
-COMPUTE_S = 0.1
+COMPUTE_S = 0.3
 GRID = ExpertGrid.parse(f"block.[0:{STAGES}]")
 SAMPLE = torch.zeros(1, WIDTH)
 MOVED_S = 120.0  # declarations expire after 45 s, are read within 15 s, and a plan stands for 20 s
@@ -58,7 +57,7 @@ class Scene:
                 micro_batch_size=MICRO_BATCH,
                 forward_timeout_s=400.0,
                 backward_timeout_s=400.0,
-                config=PipelineConfig(stage_timeout_s=5.0),
+                config=PipelineConfig(stage_timeout_s=10.0, in_flight_max=4),
             )
             self.spawn(self._train(pipeline, node.service(ReplicaCalls.from_node), len(self._tasks)))
 
@@ -124,7 +123,7 @@ class Scene:
 
     async def _place(self, server: SimulatedExperts) -> None:
         """Read the declarations and move, as `swarm serve --num-experts 1` does."""
-        directory, placement = Directory(service_of(server.peer)), Placement(server.peer.peer_id)
+        directory, placement = Directory(server.service), Placement(server.peer.peer_id)
         await asyncio.sleep(RENEW_S * self.chance.random())
         while server.peer.up:
             load = await read_load(directory, GRID, timeout_s=10.0)
@@ -142,7 +141,7 @@ def scene(request: pytest.FixtureRequest) -> Iterator[Scene]:
     one.close()
 
 
-@pytest.mark.parametrize("scene", [1, 2, 3], indirect=True)
+@pytest.mark.parametrize("scene", [1, 2], indirect=True)
 def test_a_stage_that_loses_both_replicas_is_served_again_and_throughput_recovers(scene: Scene) -> None:
     scene.swarm.sleep(20.0)
     before = scene.throughput()
