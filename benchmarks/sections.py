@@ -25,6 +25,7 @@ from benchmarks import (
     hostile,
     joining,
     links,
+    low_rank,
     membership_costs,
     mixtures,
     peer_failures,
@@ -127,6 +128,7 @@ _EXPERTS: dict[str, Callable[[Setting], list[Row]]] = {
     ],
     "pipeline": lambda setting: [expert_grids.pipeline(setting)],
     "memory": lambda setting: [expert_grids.memory(setting)],
+    "low-rank": low_rank.rows,
 }
 
 SECTIONS = {

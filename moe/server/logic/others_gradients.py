@@ -1,4 +1,4 @@
-"""Whether the gradients that one other replica brings to a joint step can be of real passes.
+"""A check that the gradients which one other replica brings to a joint step can be of real passes.
 
 Two replicas cannot tell which of them lies, and a median needs three. But gradients of the same expert on
 passes of the same callers have similar norms: the mean gradient of one replica is longer than that of the
