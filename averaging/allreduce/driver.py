@@ -32,6 +32,7 @@ from averaging.history.certificate import Vote
 from averaging.reduction.framing import unpack
 from swarm.core.errors import PeerError, UsageError
 from swarm.core.ids import Contact, PeerId
+from swarm.core.notify import ChangeEvent
 from swarm.net.rpc import Stream
 from swarm.wire.reduce_pb2 import (
     ExchangeOpen,
@@ -84,7 +85,7 @@ class RoundDriver:
         self._reducing: asyncio.Task[None] | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._over = asyncio.Event()  # the round has ended here
-        self._news = asyncio.Event()  # for the streams of other members: an average, or a refusal
+        self._news = ChangeEvent()  # for the streams of other members: an average, or a refusal
         self._looked_s = network.now_s  # when those that wait for news last looked without any
         self._halted = False
         self._replies: dict[int, asyncio.Future[do.AnswerVotes | do.AnswerInventory]] = {}
@@ -151,7 +152,7 @@ class RoundDriver:
             self._perform(self.machine.tick(now_s))
             if now_s - self._looked_s >= _LOOK_S:
                 self._looked_s = now_s
-                self._news.set()
+                self._news.notify()
 
     @property
     def running(self) -> bool:
@@ -202,7 +203,7 @@ class RoundDriver:
             case do.CheckAverage() | do.Reduce():
                 self.work.perform(effect)
                 if isinstance(effect, do.Reduce):
-                    self._news.set()
+                    self._news.notify()
             case do.OpenStream():
                 stream = ReducerStream(self, effect.reducer)
                 task = self._spawn(stream.run)
@@ -216,7 +217,7 @@ class RoundDriver:
                     self._exchanges[effect.reducer][0].refused = True
             case do.RefuseSender():
                 self.refusals.setdefault(effect.sender, effect.reason)
-                self._news.set()
+                self._news.notify()
             case do.Sign():
                 vote = self.voter.vote(effect.result)
                 self._events.append(
@@ -330,7 +331,7 @@ class RoundDriver:
     def give(self, message: bytes) -> None:
         """Announce a further average of this member's shard to all members that take averages."""
         self.averages.append(message)
-        self._news.set()
+        self._news.notify()
 
     def given(self, nth: int) -> None:
         """Record that average number `nth` was sent to a member."""

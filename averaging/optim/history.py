@@ -27,6 +27,7 @@ from averaging.optim.seats import SwarmSize
 from averaging.run_ledger import RunLedger
 from swarm.core.errors import NetworkError, PeerError
 from swarm.core.ids import Contact, PeerId
+from swarm.core.notify import ChangeEvent
 from swarm.wire import state_pb2
 
 _log = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ class RunHistory:
         self._node, self._run, self.own, self._sign = node, run, node.contact.peer_id, sign
         self.ledger = ledger or RunLedger(self.own, run, node.clock, node.standing)
         self.size = SwarmSize(self.own, group_size_max)
-        self._lock, self._comparing, self._wake = threading.Lock(), asyncio.Lock(), asyncio.Event()
+        self._lock, self._comparing, self._wake = threading.Lock(), asyncio.Lock(), ChangeEvent()
         self._lineage = Lineage(run, self.own, node.standing.founding_of(run))
         self._left: Lineage | None = None  # what `follow` replaced
         self._ahead: Ahead | None = None
@@ -196,7 +197,7 @@ class RunHistory:
         """Ask a peer soon for the part of its history that follows this peer's head."""
         with self._lock:
             self._asked[contact.peer_id] = contact
-        self._node.network.loop.call_soon_threadsafe(self._wake.set)
+        self._node.network.loop.call_soon_threadsafe(self._wake.notify)
 
     def lacks_certificate(self, now_s: float) -> None:
         """Record that the electors do not certify what the cells have averaged. Call it every second or so:
@@ -226,7 +227,7 @@ class RunHistory:
             self._is_break = may = lineage.may_break(now_s, epoch_s, refused=refused)
         if now_s - self._probed_s >= _PROBE_INTERVAL_S:
             self._probed_s = now_s
-            self._node.network.loop.call_soon_threadsafe(self._wake.set)
+            self._node.network.loop.call_soon_threadsafe(self._wake.notify)
         return may
 
     def keep_waiting(self, present: Iterable[PeerId], now_s: float) -> bool:
@@ -353,7 +354,7 @@ class RunHistory:
         with self._lock:
             self._heads.heard(contact, head, self._node.clock.monotonic_s())
             if self._is_open(head):
-                self._wake.set()
+                self._wake.notify()
 
     def _is_open(self, head: bytes) -> bool:
         """Return whether this head must still be compared. The lock is held."""
@@ -373,7 +374,6 @@ class RunHistory:
             comparing: asyncio.Task[None] | None = None
             while True:
                 await self._wake.wait()
-                self._wake.clear()
                 await self.compare()
                 if self._strange and (comparing is None or comparing.done()):
                     asking = ask_holders(self._strange, _STRANGE_FETCHES_MAX, self._fetch)

@@ -28,7 +28,11 @@ _CALL_S_MAX, _FETCH_S_MAX = 30.0, 120.0
 _LOOK_S = 0.005
 _AGAIN_S = 0.02
 # what a node says in its log, and the event that is made of it
-_SAID = {"is called directly from now on": "punched", "relaying for others": "relaying"}
+_SAID = {
+    "is connected through the relay": "circuit",
+    "is called directly from now on": "punched",
+    "relaying for others": "relaying",
+}
 
 
 def show(**event: Any) -> None:
@@ -129,7 +133,7 @@ def main() -> None:
     told = json.loads(sys.argv[1])
     for name in ("swarm.libp2p.punching", "swarm.reach.reaching"):
         logging.getLogger(name).addHandler(_Said())
-        logging.getLogger(name).setLevel(logging.INFO)
+        logging.getLogger(name).setLevel(logging.DEBUG)
     began_s = time.monotonic()
     config = swarm.NodeConfig(relay_mbit=told["relay_mbit"])
     with swarm.Node(bootstrap=told["bootstrap"], listen=told["listen"], config=config) as node:

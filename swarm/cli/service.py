@@ -93,10 +93,12 @@ def install(name: str | None, no_start: bool, as_json: bool, arguments: tuple[st
 
 @service.command(context_settings=options.CONTEXT)
 @_NAME_OPTION
-def status(name: str | None) -> int:
+@options.as_json
+def status(name: str | None, as_json: bool) -> int:
     """Show whether services run, as the system says it."""
     for one in [_chosen(name)] if name is not None else _all():
-        click.echo(one.status())
+        said = one.status()
+        print_result("service", {"name": one.name, "status": said}, said, as_json=as_json)
     return 0
 
 

@@ -38,7 +38,7 @@ from swarm.run.entering import find_run, refusal, unanswered, wait_for_answer
 from swarm.run.events import Event, Finished, Listening, Notice
 from swarm.run.limits import VolunteerLimits, parse_duration_s
 from swarm.run.preferences import LivePreferences, Preferences, PreferencesFile
-from swarm.run.ranks import LeadingRanks, follow, following_place, leading
+from swarm.run.rank_volunteers import LeadingRanks, follow, following_place, leading
 from swarm.runtime.collector import keep_present_objects
 
 if TYPE_CHECKING:

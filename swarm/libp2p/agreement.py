@@ -15,10 +15,17 @@ from swarm.libp2p.pipes import Pipe
 
 
 async def propose(pipe: Pipe, protocol: str) -> None:
-    """Agree on a protocol as the side that opened the stream. Raises PeerError when the peer does not speak
-    it, NetworkError when the pipe ends. It may wait for ever: the caller sets a time limit.
+    """Propose a protocol as the side that opened the stream, without a wait for the answer: what is said in
+    the protocol may follow at once, which saves a round trip. `confirm` reads the answer, before anything
+    else is read. Raises NetworkError when the pipe ends.
     """
     await pipe.write(encode_line(MULTISTREAM) + encode_line(protocol))
+
+
+async def confirm(pipe: Pipe, protocol: str) -> None:
+    """Read the answer to a proposal. Raises PeerError when the peer does not speak the protocol, NetworkError
+    when the pipe ends. It may wait for ever: the caller sets a time limit.
+    """
     greeting = await _read_line(pipe)
     if greeting != MULTISTREAM:
         raise PeerError(f"it does not speak multistream-select 1.0.0, but said {greeting[:40]!r}")

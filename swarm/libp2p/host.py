@@ -19,11 +19,11 @@ from ipaddress import ip_address
 from swarm.core.errors import NetworkError, PeerError, SwarmError, UsageError
 from swarm.core.identity import Identity
 from swarm.core.ids import Address, PeerId
-from swarm.libp2p.agreement import answer, propose
+from swarm.libp2p.agreement import answer, confirm, propose
 from swarm.libp2p.connection import NEGOTIATION_S, MuxedStream, PeerConnection
 from swarm.libp2p.logic import yamux
 from swarm.libp2p.logic.admission import ConnectionCounts
-from swarm.libp2p.noise import PROTOCOL, Noise
+from swarm.libp2p.noise import Noise
 from swarm.libp2p.pipes import Pipe, PortInUse, TcpPipe, serve
 from swarm.libp2p.racing import Races
 from swarm.net.scope import ip_of
@@ -200,13 +200,10 @@ class Host:
         connection = None
         try:
             async with asyncio.timeout(HANDSHAKE_S):
-                if is_client:
-                    await propose(pipe, PROTOCOL)
-                else:
-                    await answer(pipe, frozenset([PROTOCOL]))
                 channel = await self.noise.handshake(pipe, is_client=is_client, expected=expected)
-                if is_client:
+                if is_client:  # and wait: a peer that refuses this one says so now, and others are tried
                     await propose(channel, yamux.PROTOCOL)
+                    await confirm(channel, yamux.PROTOCOL)
                 else:
                     await answer(channel, frozenset([yamux.PROTOCOL]))
             connection = self._register(

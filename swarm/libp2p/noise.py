@@ -29,6 +29,7 @@ from typing import Any
 from swarm.core.errors import NetworkError, PeerError, UsageError
 from swarm.core.identity import Identity
 from swarm.core.ids import PeerId
+from swarm.libp2p.agreement import answer, confirm, propose
 from swarm.libp2p.pipes import Pipe
 
 PROTOCOL = "/noise"
@@ -99,14 +100,19 @@ class Noise:
         self._own = self._library.peer_id(identity.peer_id.to_bytes())
 
     async def handshake(self, pipe: Pipe, *, is_client: bool, expected: PeerId | None) -> SecureChannel:
-        """Agree on keys over a connection, and return the secured channel to the peer that has proven to be
-        its other end. `is_client`: this side has dialed. `expected`: who must be there; None: anybody.
+        """Agree on Noise and on keys over a connection, and return the secured channel to the peer that has
+        proven to be its other end. `is_client`: this side has dialed. `expected`: who must be there; None:
+        anybody.
 
         Raises NetworkError when the connection ends, PeerError when the handshake fails or somebody else is
         there. It may wait for ever: the caller sets a time limit.
         """
         pattern = self._library.pattern(self._own, self._key, self._static)
-        reading = _Handshaking(pipe)
+        reading = _Handshaking(pipe, is_proposed=is_client)
+        if is_client:
+            await propose(pipe, PROTOCOL)
+        else:
+            await answer(pipe, frozenset([PROTOCOL]))
         try:
             if is_client:
                 session = await pattern.handshake_outbound(reading, None)
@@ -123,13 +129,18 @@ class Noise:
 
 
 class _Handshaking:
-    """The pipe as the library's handshake reads and writes it, up to a limit."""
+    """The pipe as the library's handshake reads and writes it, up to a limit. `is_proposed`: the answer to
+    the proposal of Noise comes before the peer's first message.
+    """
 
-    def __init__(self, pipe: Pipe) -> None:
-        self._pipe = pipe
+    def __init__(self, pipe: Pipe, *, is_proposed: bool) -> None:
+        self._pipe, self._is_proposed = pipe, is_proposed
         self._left = HANDSHAKE_BYTES_MAX
 
     async def read(self, size: int) -> bytes:
+        if self._is_proposed:
+            self._is_proposed = False
+            await confirm(self._pipe, PROTOCOL)
         self._left -= size
         if self._left < 0:
             raise PeerError(f"its Noise handshake has more than {HANDSHAKE_BYTES_MAX} bytes")

@@ -73,6 +73,7 @@ class Punching:
     def _connected(self, connection: PeerConnection) -> None:
         peer_id = connection.peer_id
         if connection.relay is not None:
+            _logger.debug("%s is connected through the relay %s", peer_id.short, connection.relay.short)
             if not connection.is_client and peer_id not in self._upgrading:
                 self._upgrading.add(peer_id)
                 upgrading = self._host.supervisor.spawn(

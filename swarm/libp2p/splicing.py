@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-from swarm.core.errors import NetworkError
+from swarm.core.errors import NetworkError, SwarmError
 
 
 class SpliceEnd(Protocol):
@@ -54,7 +54,7 @@ async def splice(
         async with asyncio.TaskGroup() as group:
             group.create_task(pump(one, other))
             group.create_task(pump(other, one))
-    except* NetworkError as failed:
+    except* SwarmError as failed:
         errors += [str(error) for error in failed.exceptions]
     if errors:
         raise NetworkError(errors[0])

@@ -109,7 +109,7 @@ class MemberLedger:
 
     def contributed(self, samples: Mapping[PeerId, float], now_s: float) -> None:
         """Record that these peers contributed to a certified round, each with a number of samples."""
-        if any(self._has_fault(peer) for peer in samples):
+        if any(self.is_doubted(peer) for peer in samples):
             self._repeating.success()  # once, however many worked: one of them may be at fault in each round
         for peer, count in samples.items():
             entry = self._find_or_add(peer, now_s, member=True)
@@ -147,13 +147,14 @@ class MemberLedger:
         entry = self._entries.get(peer)
         if entry is not None and self.rounds < entry.account.until:
             return True
-        if not is_elector and self.rounds < self._repeating.until and self._has_fault(peer):
+        if not is_elector and self.rounds < self._repeating.until and self.is_doubted(peer):
             return True
         return self.rounds < self._strangers.until and not (entry is not None and entry.is_member)
 
     def is_doubted(self, peer: PeerId) -> bool:
         """Return whether a peer has faults that are not forgiven yet. It may be in groups again."""
-        return self._has_fault(peer)
+        entry = self._entries.get(peer)
+        return entry is not None and entry.account.steps > 0
 
     def is_holding(self, peer: PeerId) -> bool:
         """Return whether a peer is passed over because it led a group and did not begin."""
@@ -201,11 +202,6 @@ class MemberLedger:
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, UsageError) as error:
             raise PeerError(f"this is no ledger: {error or type(error).__name__}") from None
         self._entries, self.rounds = entries, rounds
-
-    def _has_fault(self, peer: PeerId) -> bool:
-        """Return whether a fault of this peer is not forgiven yet."""
-        entry = self._entries.get(peer)
-        return entry is not None and entry.account.steps > 0
 
     def _find_or_add(self, peer: PeerId, now_s: float, *, member: bool = False) -> LedgerEntry | None:
         """Return a peer's entry, a new one if there is room for it."""

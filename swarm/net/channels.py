@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
 import grpc
@@ -166,24 +165,19 @@ class Channels:
             ) from None
         return reply
 
-    def open_stream(
+    @contextlib.asynccontextmanager
+    async def open_stream(
         self, contact: Contact, method: StreamMethod, *, timeout_s: float | None, connection: int = 0
-    ) -> AbstractAsyncContextManager[Stream]:
+    ) -> AsyncIterator[Stream]:
         """Open a stream for the length of an `async with`; leaving it before the other end has finished
         cancels it.
 
         `timeout_s` limits the whole stream, connecting included (None: no limit). A `connection` above 0 uses
         a TCP connection of its own.
         """
-        return self._open_stream(contact, method, timeout_s, connection)
-
-    @contextlib.asynccontextmanager
-    async def _open_stream(
-        self, contact: Contact, method: StreamMethod, timeout_s: float | None, number: int
-    ) -> AsyncIterator[Stream]:
         loop = asyncio.get_running_loop()
         deadline_s = None if timeout_s is None else loop.time() + timeout_s
-        link, pooled = await self._enter(contact, number, timeout_s, method.name)
+        link, pooled = await self._enter(contact, connection, timeout_s, method.name)
         try:
             remaining_s = None if deadline_s is None else max(deadline_s - loop.time(), 0.001)
             call = pooled.connection.channel.stream_stream(method.name)(timeout=remaining_s)

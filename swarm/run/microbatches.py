@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from averaging.optim.progress.logic.view import ProgressView
     from swarm.core.ids import PeerId
-    from swarm.run.ranks import LeadingRanks
+    from swarm.run.rank_volunteers import LeadingRanks
 
 
 @dataclass(slots=True, kw_only=True)

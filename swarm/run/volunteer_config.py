@@ -15,7 +15,7 @@ from swarm.run.machine_use import MachineProbes
 if TYPE_CHECKING:
     import torch
 
-    from swarm.run.ranks import LeadingRanks
+    from swarm.run.rank_volunteers import LeadingRanks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

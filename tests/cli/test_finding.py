@@ -31,9 +31,7 @@ from swarm.run.specification_store import SpecificationStore
 OWNER = Identity.generate()
 
 
-@pytest.fixture(autouse=True)
-def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SWARM_HOME", str(tmp_path / "home"))
+pytestmark = pytest.mark.usefixtures("home")
 
 
 class Shown(Output):

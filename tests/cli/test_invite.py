@@ -28,9 +28,8 @@ TABLE = {"name": "tiny", "target_batch_size": 64, "batch_size": 8, "task": {"nam
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SignedSpecification:
+def run(home: Path) -> SignedSpecification:
     """Return a run of this user, as the machine keeps it after `swarm start`."""
-    monkeypatch.setenv("SWARM_HOME", str(tmp_path / "home"))
     return keep(TABLE)
 
 

@@ -16,12 +16,6 @@ from swarm.run.specification_store import SpecificationStore
 TABLE = {"name": "tiny", "target_batch_size": 64, "batch_size": 8, "task": {"name": "bytelm"}}
 
 
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SWARM_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
-
-
 def test_an_identity_moves_to_another_machine(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

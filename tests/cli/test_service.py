@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import plistlib
 import shutil
 import subprocess
@@ -103,6 +104,9 @@ def test_one_of_several_services_is_chosen_by_its_name(home: Path, monkeypatch: 
     assert service("install", "bytelm", "--as", "second").exit_code == 0
     assert ["systemctl", "--user", "restart", "swarm-second.service"] in asked
     assert service("status").output.split() == ["active", "active"]
+    found = [json.loads(line) for line in service("status", "--json").output.splitlines()]
+    assert [one["status"].strip() for one in found] == ["active", "active"]
+    assert len({one["name"] for one in found}) == 2
     assert "--as bytelm or --as second" in str(service("remove").exception)
     assert service("remove", "--as", "second").exit_code == 0
     assert [file.name for file in home.rglob("*.service")] == ["swarm-bytelm.service"]

@@ -25,7 +25,17 @@ _REFUSED_QUERY_INTERVAL_S = 16.0  # the same for one with other tensors
 # times as long an interval for a peer that answers the same, at most. Larger: a peer of a cell that does not
 # know of this one, and comes late, is met late
 _CROWD_MAX = 4.0
+# A peer that is called through relays may be silent because its relay was lost: after 4 s callers use another
+# one. Shorter: peers behind a lost relay give each other up; longer: a peer that is alone learns it later
+_RELAY_LOSS_S = 6.0
 _FIRST_RETRY_S = 0.2  # the same after a single failure: one failed call does not prove that a peer is dead
+
+
+def is_given_up(peer: PeerState, now_s: float) -> bool:
+    """Return whether the failed calls to a peer prove that it takes part in no group. A single one does not,
+    nor do several while a lost relay may be the reason.
+    """
+    return peer.failures > 1 and not (peer.contact.relays and now_s < peer.failed_since_s + _RELAY_LOSS_S)
 
 
 def asked_again_s(peer: PeerState, known: int, started_s: float) -> float:

@@ -24,13 +24,13 @@ from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from swarm.core.delays import DelayEstimate
 from swarm.core.errors import UsageError
 from swarm.core.ids import PeerId
 from swarm.core.presets import WAN
 
 PEERS_MAX = 4096
 _GAIN = 0.25  # weight of the newest observation in the running mean and deviation
-_DEVIATIONS = 4.0
 # this many accounts are paid in full; beyond it they share. With steps of at most a quarter of an epoch,
 # waiting for peers of similar speed takes less
 _ACCOUNTS_PAID_MAX = 3.0
@@ -52,8 +52,7 @@ UNKNOWN_PEER_SHARE = 1 / 6
 @dataclass(slots=True)
 class _Lateness:
     account_s: float  # how long searches may wait for it
-    mean_s: float = -1.0  # running mean of its lateness; -1: never seen
-    deviation_s: float = 0.0
+    usual: DelayEstimate | None = None  # of its lateness; None: never seen
     misses: int = 0  # rounds in a row that began without it while it was idle
 
 
@@ -91,10 +90,10 @@ class GracePeriod:
         lateness = self._observed.get(peer_id)
         if lateness is None:
             return float(min(self._unknown_peer_s, self.grace_s_max))
-        if lateness.mean_s < 0.0:
+        if lateness.usual is None:
             grace = self._unknown_peer_s
         else:
-            grace = lateness.mean_s + _DEVIATIONS * lateness.deviation_s + MARGIN_S
+            grace = lateness.usual.rarely_exceeded_s + MARGIN_S
         grace = min(grace, self.grace_s_max) * 0.5**lateness.misses
         return float(grace if self._waiting_share_max is None else min(grace, lateness.account_s))
 
@@ -158,12 +157,10 @@ class GracePeriod:
         late_s = min(max(late_s, 0.0), self.grace_s_max)
         lateness = self._lateness_of(peer_id)
         lateness.misses = 0
-        if lateness.mean_s < 0.0:
-            lateness.mean_s, lateness.deviation_s = late_s, late_s / 2
-            return
-        error_s = late_s - lateness.mean_s
-        lateness.mean_s += _GAIN * error_s
-        lateness.deviation_s += _GAIN * (abs(error_s) - lateness.deviation_s)
+        if lateness.usual is None:
+            lateness.usual = DelayEstimate.of_first(late_s)
+        else:
+            lateness.usual.observe(late_s, _GAIN)
 
     def record_miss(self, peer_id: PeerId) -> None:
         """Record that a round began without this peer although it was idle."""

@@ -213,7 +213,7 @@ class Matchmaker:
         """Record that a query to this peer failed, for the reason `text`."""
         self._history.mark_unreachable(peer_id, now_s)
         if self._search is not None:
-            self._search.table.on_failure(peer_id, text)
+            self._search.table.on_failure(peer_id, text, now_s)
 
     def on_join(self, join: Join, now_s: float) -> Answer | int:
         """Process the request of another peer to be led. Return this peer's status when it declines, or a
@@ -282,7 +282,7 @@ class Matchmaker:
             if not wrong:
                 self._begin_round(answer, now_s)
                 return
-            search.table.on_failure(peer_id, wrong)
+            search.table.on_failure(peer_id, wrong, now_s)
             return
         search.table.on_answer(peer_id, answer, now_s)
         search.table.on_refusal(peer_id, now_s)
@@ -293,7 +293,7 @@ class Matchmaker:
         if search is not None and search.following == peer_id:
             self._stop_following(search, now_s)
             self._history.mark_unreachable(peer_id, now_s)
-            search.table.on_failure(peer_id, text)
+            search.table.on_failure(peer_id, text, now_s)
 
     # --- time
 
@@ -324,7 +324,7 @@ class Matchmaker:
         search = self._search
         if search is None:
             return None
-        times = [search.request.deadline_s, self._next_read_s(search)]
+        times = [search.request.deadline_s, self._next_read_s(search, now_s)]
         if search.following is not None:
             times.append(search.pinged_s + LEADER_PING_INTERVAL_S)
         else:
@@ -340,16 +340,16 @@ class Matchmaker:
 
     # --- presence records and status
 
-    def _next_read_s(self, search: Search) -> float:
+    def _next_read_s(self, search: Search, now_s: float) -> float:
         if search.reading_records:
             return math.inf
-        if not self._history.holders or (not search.records_read and search.table.is_impossible()):
+        if not self._history.holders or (not search.records_read and search.table.is_impossible(now_s)):
             # the search might end because this peer is alone
             return search.read_started_s + _FIRST_READ_INTERVAL_S
         return max(self._history.records_read_s, search.read_started_s) + _READ_INTERVAL_S
 
     def _read_records_if_due(self, search: Search, now_s: float) -> None:
-        if now_s >= self._next_read_s(search):
+        if now_s >= self._next_read_s(search, now_s):
             search.reading_records, search.read_started_s = True, now_s
             self._outbox.append(ReadRecords())
 
@@ -435,7 +435,7 @@ class Matchmaker:
                 self._end_search(search.table.explain(deadline=False), now_s)
         elif (
             search.records_read
-            and search.table.is_impossible()
+            and search.table.is_impossible(now_s)
             and (search.table.peers or now_s >= self._created_s + _SETTLE_S)
         ):
             self._end_search(search.table.explain(deadline=False), now_s)

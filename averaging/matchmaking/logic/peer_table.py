@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from averaging.matchmaking.logic.asking import FIRST_MAX, asked_again_s
+from averaging.matchmaking.logic.asking import FIRST_MAX, asked_again_s, is_given_up
 from averaging.matchmaking.logic.grace_period import GracePeriod
 from averaging.matchmaking.logic.grid import shape_of, split_key
 from averaging.matchmaking.logic.messages import (
@@ -65,7 +65,8 @@ class PeerState:
     changed_s: float = math.inf  # when this search learned its present status and key
     query_pending: bool = False
     failed: str = ""  # why the last call to it failed; "" when it did not
-    failures: int = 0  # in a row
+    failures: int = 0  # in a row, the first of them at `failed_since_s`
+    failed_since_s: float = math.inf
     refusals: int = 0
     avoid_until_s: float = -math.inf
     was_searching: bool = False  # at some time in this search, under the same key
@@ -192,12 +193,12 @@ class PeerTable:
         else:
             peer.queried_s = -math.inf
 
-    def on_failure(self, peer_id: PeerId, text: str) -> None:
+    def on_failure(self, peer_id: PeerId, text: str, now_s: float) -> None:
         """Record that a call to this peer failed, for the reason `text`."""
         if (peer := self.peers.get(peer_id)) is not None:
-            peer.query_pending = False
-            peer.failed = text or "no answer"
+            peer.query_pending, peer.failed = False, text or "no answer"
             peer.failures += 1
+            peer.failed_since_s = min(peer.failed_since_s, now_s)
 
     def forget_status(self, peer_id: PeerId) -> None:
         """Query the status of this peer again, and wait for it no longer than its reply takes."""
@@ -339,12 +340,11 @@ class PeerTable:
         """Return the number of known peers that can still be in a group with this one."""
         return sum(self.may_come(peer) for peer in self.peers.values())
 
-    def is_impossible(self) -> bool:
-        """Return whether no known peer can be in a group with this one any more. A single failed call does
-        not prove that.
-        """
+    def is_impossible(self, now_s: float) -> bool:
+        """Return whether no known peer can be in a group with this one any more."""
         return not any(
-            self.may_come(peer) or (peer.failed and peer.failures < 2) for peer in self.peers.values()
+            self.may_come(peer) or (peer.failed and not is_given_up(peer, now_s))
+            for peer in self.peers.values()
         )
 
     def round_has_begun(self) -> bool:
@@ -418,7 +418,7 @@ class PeerTable:
     def _on_message(self, peer: PeerState, turn: int, clock_off_s: float) -> bool:
         """Mark the peer as alive. Return whether its message is the latest by its turn."""
         peer.clock_off_s = clock_off_s
-        peer.failed, peer.failures = "", 0
+        peer.failed, peer.failures, peer.failed_since_s = "", 0, math.inf
         latest = turn >= peer.turn
         peer.turn = max(turn, peer.turn)
         return latest

@@ -8,7 +8,6 @@ says.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import dataclass
 
@@ -33,7 +32,9 @@ class RelayLimits:
     circuits_per_peer_max: int = 64  # that a peer calls with, and that it is called with
     circuit_s: float = 3600.0
     bytes_per_s: float = 6.25e6  # of all circuits in both directions: 50 Mbit/s
-    circuit_bytes_per_s: float = math.inf
+    # Peers that train send the parts of a round at once and nothing before the next: the rate that they left
+    # unused for up to this time is theirs then.
+    burst_s: float = 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +44,6 @@ class Circuit:
     caller: PeerId
     target: PeerId
     until_s: float
-    bucket: Bucket | None
     carried_bytes: int = 0
 
 
@@ -73,7 +73,7 @@ class RelayState:
         self._circuits: set[Circuit] = set()
         self._calls: Counter[PeerId] = Counter()  # circuits by caller
         self._called: Counter[PeerId] = Counter()  # circuits by target
-        self._bucket = Bucket(limits.bytes_per_s)
+        self._bucket = Bucket(limits.bytes_per_s, limits.burst_s)
         self.carried_bytes = 0
         self.refused: Counter[Status] = Counter()
 
@@ -129,9 +129,7 @@ class RelayState:
             return self._refuse(
                 Status.RESOURCE_LIMIT_EXCEEDED, f"{of_peer} circuits of a peer, or {limit} of all, are open"
             )
-        rate = self.limits.circuit_bytes_per_s
-        bucket = Bucket(rate) if rate < math.inf else None
-        circuit = Circuit(caller, target, now_s + self.limits.circuit_s, bucket)
+        circuit = Circuit(caller, target, now_s + self.limits.circuit_s)
         self._circuits.add(circuit)
         self._calls[caller] += 1
         self._called[target] += 1
@@ -151,8 +149,7 @@ class RelayState:
         """Account for bytes of a circuit, and return how many seconds to wait before they are sent on."""
         circuit.carried_bytes += size
         self.carried_bytes += size
-        own_s = circuit.bucket.pass_s(size, now_s) if circuit.bucket is not None else 0.0
-        return max(own_s, self._bucket.pass_s(size, now_s))
+        return self._bucket.pass_s(size, now_s)
 
     def _share(self, limit: int, is_member: bool) -> int:
         return limit if is_member or not self._standing.has_members() else limit // 2

@@ -12,7 +12,7 @@ import json
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from swarm.core.errors import NetworkError, SwarmError, UsageError
 from swarm.core.files import replace_durably
@@ -103,7 +103,7 @@ class HubFiles:
 
     def __init__(
         self,
-        kind: str,
+        kind: Literal["model", "dataset"],
         name: str,
         revision: str,
         *,
