@@ -107,7 +107,7 @@ class ExpertFactory:
 
     def bytes_of_one(self) -> int:
         """Return the memory that one expert takes on its device, in bytes: parameters, gradients, optimizer,
-        and float32 copies of smaller parameters. Activations come on top.
+        and float32 copies of smaller parameters. Activations are not included.
         """
         return self._bytes_of(self._make()[0])
 
