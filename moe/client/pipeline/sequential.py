@@ -107,7 +107,7 @@ class RemoteSequential(nn.Module):
             raise UsageError("a pipeline takes at least one tensor")
         check_batch(inputs)
         if not len(inputs[0]):
-            empty = attach_empty(inputs, self._empty_outputs())
+            empty = attach_empty(inputs, self._empty_outputs(inputs))
             return empty[0] if len(empty) == 1 else empty
         micro_batches = self._run_forward(inputs)
 
@@ -192,14 +192,17 @@ class RemoteSequential(nn.Module):
     def extra_repr(self) -> str:
         return str(self.grid)
 
-    def _empty_outputs(self) -> list[torch.Tensor]:
+    def _empty_outputs(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the outputs of the last stage for an empty batch."""
 
-        async def work() -> ExpertSchema:
-            calls, last = self._bridge.calls, list(self.grid.names())[-1]
-            return await calls.schema(last, deadline_s=calls.clock.monotonic_s() + self._forward_timeout_s)
+        async def work() -> tuple[ExpertSchema, ExpertSchema]:
+            calls, stages = self._bridge.calls, list(self.grid.names())
+            deadline_s = calls.clock.monotonic_s() + self._forward_timeout_s
+            first = await calls.schema(stages[0], deadline_s=deadline_s)
+            return first, await calls.schema(stages[-1], deadline_s=deadline_s)
 
-        schema = self._bridge.run(work(), self._forward_timeout_s)
+        first, last = self._bridge.run(work(), self._forward_timeout_s)
+        schema = last.at(first.length_of(inputs)) if last.sequence_length else last
         return [
             torch.empty((0, *leaf.shape), dtype=leaf.dtype, device="cpu") for leaf in schema.output_leaves
         ]
