@@ -86,7 +86,8 @@ def donors(
     def support(peer: PeerId) -> int:
         return sum(_are_related(ahead[peer], theirs) for theirs in others.values())
 
-    # not the furthest: a liar can claim any version, the middle one is an honest one's or close to it
+    # the median, not the maximum: a liar can claim any version, but the median is an honest one's or close to
+    # it
     middle = statistics.median_high(theirs.version for theirs in ahead.values())
     return sorted(ahead, key=lambda peer: (-support(peer), abs(ahead[peer].version - middle), peer))
 
