@@ -90,6 +90,7 @@ class JointExpert:
         self._telling = asyncio.Lock()
         self._to_tell = self._told = 0
         self._busy = False  # a step is being made, or a state taken over
+        self._halted = False
         self._before: BatchCount | None = None  # this one's count when the round began
         self._failed_rounds = 0
         self._averager: Averager | None = None
@@ -167,6 +168,10 @@ class JointExpert:
             self._met_unknown.notify()
         return self._own
 
+    def halt(self) -> None:
+        """Begin nothing any more. Any thread may call it."""
+        self._halted = True
+
     def close(self) -> None:
         """Leave the group. Must not be called on the network thread."""
         if self._averager is not None:
@@ -211,7 +216,7 @@ class JointExpert:
         apart = self._counts.apart(own, self._node.clock.monotonic_s())
         together = self._counts.together(own)
         expert.is_joint = bool(together or apart) and expert.target_batch_size > 0
-        if not self._busy:
+        if not self._busy and not self._halted:
             work = None
             if expert.is_joint and self._is_behind(own):
                 work = self._catch_up
@@ -454,6 +459,8 @@ class JointSteps:
 
     def close(self) -> None:
         """Leave all groups. Must not be called on the network thread."""
+        for one in self.experts.values():
+            one.halt()  # a step that is due would be begun again and again, without a thread to make it
         self._threads.shutdown(wait=False, cancel_futures=True)
         for one in self.experts.values():
             one.close()
