@@ -136,8 +136,10 @@ LIMITED_BY: dict[str, str] = {
     "allreduce-256-float16-hivemind-whole": _PROCESSOR_TIME,
     "allreduce-64-float32-bare": _TENSOR_WORK,
     "allreduce-256-float32-bare": _TENSOR_WORK,
-    "allreduce-64-float32-gloo": _TENSOR_WORK + " gloo does not encrypt and does not survive the failure of a peer.",
-    "allreduce-256-float32-gloo": _TENSOR_WORK + " gloo does not encrypt and does not survive the failure of a peer.",
+    "allreduce-64-float32-gloo": _TENSOR_WORK
+    + " gloo does not encrypt and does not survive the failure of a peer.",
+    "allreduce-256-float32-gloo": _TENSOR_WORK
+    + " gloo does not encrypt and does not survive the failure of a peer.",
     **{f"dht-{peers}-{row}": _DHT_TIME for peers in (8, 16) for row in ("all", "all-bulk", "far")},
     **{f"dht-{peers}-one-get": _ONE_GET for peers in (8, 16)},
     **{
