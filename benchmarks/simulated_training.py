@@ -47,7 +47,7 @@ def _rows(figures: TrainingFigures) -> list[Row]:
     notes = (
         f"{figures.rounds} rounds an epoch, then one of {figures.electors} electors; the distance before the "
         f"state rounds: {before}",
-        f"the busiest peer sends {max(figures.messages_most)} messages in an epoch; rounds that went on "
+        f"the busiest peer sends {max(figures.messages_most)} messages in an epoch; rounds that continued "
         f"without a peer of their cell: {figures.rounds_missed}; downloads of peers that missed the first "
         f"round of an epoch: {figures.downloads}",
     )

@@ -48,7 +48,7 @@ Misdeed = Literal[
     "gives a member other averages",
     "claims every sample",
     "leads without a member",
-    "waits for ever",
+    "waits forever",
 ]
 MISDEEDS: tuple[Misdeed, ...] = get_args(Misdeed)
 
@@ -75,7 +75,7 @@ class Saboteur:
             "withholds its votes": _withhold_votes,
             "leaves a member out of its averages": functools.partial(_leave_out, victim=self._victim),
             "gives a member other averages": functools.partial(_give_others, victim=self._victim),
-            "waits for ever": _wait_for_ever,
+            "waits forever": _wait_forever,
         }
         if (sabotage := by_name.get(self._misdeed)) is not None:
             if "averages" in self._misdeed:
@@ -225,7 +225,7 @@ def _give_others(driver: RoundDriver, victim: PeerId) -> None:
     driver.send = lie  # type: ignore[method-assign]
 
 
-def _wait_for_ever(driver: RoundDriver) -> None:
+def _wait_forever(driver: RoundDriver) -> None:
     """Reduce without sending averages, and report to all members every other second that a member is missing.
     Reports have long reasons, so that more bytes arrive than an average needs.
     """

@@ -185,7 +185,7 @@ class Checks:
 
 def explore(setting: RoundSetting, *, heal_every: int = 1) -> RoundFigures:
     """Visit every state, and check that from every one that is a multiple of `heal_every` peers without
-    faults go on. Raise ForkError or StuckError with the steps that lead there.
+    faults continue. Raise ForkError or StuckError with the steps that lead there.
     """
     steps = RoundSteps(RoundTables(setting))
     checks = Checks(steps)
@@ -218,7 +218,7 @@ def explore(setting: RoundSetting, *, heal_every: int = 1) -> RoundFigures:
 
 def walk(setting: RoundSetting, seed: int, count: int, *, heal_every: int = 100) -> RoundFigures:
     """Take `count` steps at random. After `heal_every`, or when nothing can happen any more, peers without
-    faults must go on.
+    faults must continue.
     """
     steps, chance = RoundSteps(RoundTables(setting)), Chance("rounds", seed)
     checks = Checks(steps)

@@ -150,7 +150,7 @@ class TrainingFaults:
         self._later(lasting_s, lambda: self._network.heal(cut))
 
     def check_pauses(self) -> None:
-        """Check that the side of a cut with a quorum goes on."""
+        """Check that the side of a cut with a quorum continues."""
         if self._cut is not None:
             self._cut.check(asyncio.get_running_loop().time())
 

@@ -214,7 +214,7 @@ class _TrainingRun:
             self._say("all faults have ended")
             healed_by_s = loop.time() + _HEAL_S
             await self._until(_HEAL_S, self._is_one)
-            await self._goes_on()
+            await self._continues()
             # it may have looked like one swarm while a peer that was behind continued with another history
             await self._until(healed_by_s - loop.time(), self._is_one)
             for apart in self._checks.apart(self._live):
@@ -230,7 +230,7 @@ class _TrainingRun:
         for number in range(missing):
             await self._faults.add(lies=number >= missing - liars)
 
-    async def _goes_on(self) -> None:
+    async def _continues(self) -> None:
         """Check that a healed swarm completes an epoch."""
         loop, certificates = asyncio.get_running_loop(), self._checks.ledger.certificates
         before = len(certificates)

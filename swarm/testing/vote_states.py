@@ -276,7 +276,7 @@ class VoteStates:
         elif (caught_up := self._caught_up(local)) is not None:
             yield ("adopts the head", 0, 0), caught_up, 0
             if local.lineage.head == self.old.last_head:
-                yield ("goes on with a break", 0, 0), self._broken(peer, local), 0
+                yield ("continues with a break", 0, 0), self._broken(peer, local), 0
 
     def _votes(
         self, peer: int, local: LocalState, attempt: int, results: tuple[int, ...]
