@@ -1,5 +1,5 @@
-"""Members that turn bad, and strangers that claim samples and send nothing: epochs a minute that the honest
-peers still make, in whole simulated trainings. `swarm/testing/training_attacks.py` has the attacks.
+"""Hostile members, and strangers that claim samples and send nothing: epochs a minute that the honest peers
+still make, in whole simulated trainings. `swarm/testing/training_attacks.py` has the attacks.
 """
 
 from __future__ import annotations

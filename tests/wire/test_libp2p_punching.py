@@ -1,5 +1,5 @@
-"""Hole punching on loopback: who dials, what becomes of the relayed connection, and peers that break the
-rules. tests/chaos/test_holes.py has routers.
+"""Hole punching on loopback: who dials, the fate of the relayed connection, and peers that break the rules.
+tests/chaos/test_holes.py has routers.
 """
 
 from __future__ import annotations

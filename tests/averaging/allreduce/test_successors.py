@@ -15,7 +15,7 @@ IDENTITIES = [SeededIdentity(f"successor {place}") for place in range(4)]
 EVERYBODY = encode_places(range(4), 4)
 LOST = 2  # its successors are members 3, 0 (which is tested) and 1
 QUESTION_S = 1.0  # how long the others let a question wait for news
-PATIENCE_MAX_S = 45.0  # in a long round: at most this long, nothing comes of a successor
+PATIENCE_MAX_S = 45.0  # in a long round: a successor without results is waited for at most this long
 
 
 def version(chunk: int, attempt: int = 0) -> Version:
