@@ -351,7 +351,7 @@ class RunHistory:
         if not head:
             return
         with self._lock:
-            self._heads.heard(contact, head, self._node.clock.monotonic_s())
+            self._heads.heard(contact, head, self._node.clock.monotonic_s(), self._counts)
             if self._is_open(head):
                 self._wake.set()
 

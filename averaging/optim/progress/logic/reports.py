@@ -283,6 +283,7 @@ class EpochProgress:
         if known is None and len(self._others) >= PEERS_MAX:
             # strangers displace strangers: reports that are dated ahead would displace all others
             outside = [other for other in self._others if other not in self._members] or list(self._others)
+            outside = [other for other in outside if not self.standing.counts(other)] or outside
             del self._others[min(outside, key=lambda other: self._others[other].issued_s)]
         epoch_min = known.epoch_min if known is not None else 0
         # sent before the end of that round: the peer must not appear to be in an earlier epoch
@@ -470,9 +471,12 @@ class EpochProgress:
         )
 
     def refresh_s(self, now_s: float) -> float:
-        """Return how long to wait before the others' reports are read again."""
+        """Return how long to wait before the others' reports are read again. Strangers, whose reports count
+        for nothing, make it no longer.
+        """
         view = self.view(now_s)
-        eta_s, crowd = view.eta_s, max(len(view.peers) / REFRESH_MIN_PEERS, 1.0)
+        counted = sum(one.has_standing for one in view.peers.values())
+        eta_s, crowd = view.eta_s, max(counted / REFRESH_MIN_PEERS, 1.0)
         shortest_s = min(REFRESH_S_MIN * crowd, REFRESH_S_LARGE) if self.total is None else REFRESH_S_LARGE
         return min(max(eta_s / 4, shortest_s), max(self._refresh_s_max, shortest_s))
 
