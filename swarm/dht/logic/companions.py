@@ -88,6 +88,8 @@ class Companions:
             str, dict[PeerId, tuple[Contact, ...]]
         ] = {}  # by run and by the peer that named them
         self._reads: OrderedDict[Key, _Read] = OrderedDict()
+        # by run and place: its members when they were sorted last, and the others of them by their distance
+        self._sorted: OrderedDict[tuple[str, int], tuple[tuple[PeerId, ...], list[PeerId]]] = OrderedDict()
         self._introducers_asked_s: dict[str, float] = {}
         # by run: the peers that asked about it, in order of their first question, with the time of the last
         self._callers: dict[str, dict[PeerId, float]] = {}
@@ -122,14 +124,8 @@ class Companions:
         run = circle_of(key)
         if run == _LISTING:
             return True
-        place = key.dht_id
-        distance = self._own.dht_id ^ place
         return any(
-            self._standing.is_member(self._own, one)
-            and all(
-                contact.peer_id.dht_id ^ place > distance
-                for contact in self._nearest(one, place)[HOLDERS - 1 :]
-            )
+            self._standing.is_member(self._own, one) and self._is_among_nearest(one, key.dht_id)
             for one in self._runs(run)
         )
 
@@ -222,10 +218,30 @@ class Companions:
 
     def _nearest(self, run: str, place: int, but: PeerId | None = None) -> list[Contact]:
         """Return the `HOLDERS` callable members of a run that are nearest to a place."""
-        members = self._standing.members(run)[:_CANDIDATES_MAX]
-        members.sort(key=lambda peer: peer.dht_id ^ place)
-        others = (peer for peer in members if peer not in (self._own, but))
+        others = (peer for peer in self._by_distance(run, place) if peer != but)
         return list(itertools.islice(self._reachable(others), HOLDERS))
+
+    def _is_among_nearest(self, run: str, place: int) -> bool:
+        """Return whether fewer than `HOLDERS` callable members of a run are nearer to a place than this
+        peer.
+        """
+        distance = self._own.dht_id ^ place
+        nearer = [peer for peer in self._by_distance(run, place) if peer.dht_id ^ place < distance]
+        return len(nearer) < HOLDERS or len(list(itertools.islice(self._reachable(nearer), HOLDERS))) < HOLDERS
+
+    def _by_distance(self, run: str, place: int) -> list[PeerId]:
+        """Return the other members of a run that are considered for a place, the nearest first. They are
+        sorted again only when other members are named: each write and most reads ask for them.
+        """
+        members = self._standing.members(run, _CANDIDATES_MAX)
+        known = self._sorted.get((run, place))
+        if known is None or known[0] != members:
+            others = (peer for peer in members if peer != self._own)
+            known = members, sorted(others, key=lambda peer: peer.dht_id ^ place)
+            self._sorted[run, place] = known
+            if len(self._sorted) > _KEYS_MAX:
+                self._sorted.popitem(last=False)
+        return known[1]
 
     def _believed(self, key: Key) -> list[Contact]:
         """Return this peer's introducers, and the members that they named for a key."""
