@@ -87,5 +87,7 @@ class PeerStanding:
     def members(self, run: str, count_max: int) -> tuple[PeerId, ...]:
         """Return the known members of a run, at most this many, those that certificates named last first."""
         named = self._members.get(run, {})
-        others = (peer for peer in list(self._holders.get(run, ())) if peer not in named)
-        return tuple(itertools.islice(itertools.chain(reversed(named), others), count_max))
+        found = list(itertools.islice(reversed(named), count_max))
+        if len(found) < count_max:
+            found += [peer for peer in list(self._holders.get(run, ())) if peer not in named]
+        return tuple(found[:count_max])

@@ -44,11 +44,11 @@ def ids(contacts: list[Contact]) -> list[PeerId]:
 
 def test_records_of_a_run_are_written_to_the_nearest_members_that_can_be_reached() -> None:
     found = companions(MEMBERS)
-    assert ids(found.holders(KEY)) == near(MEMBERS)[:HOLDERS]
+    assert ids(found.holders(KEY, 0.0)) == near(MEMBERS)[:HOLDERS]
     gone = near(MEMBERS)[0]
-    assert ids(companions(MEMBERS, (gone,)).holders(KEY)) == near(MEMBERS)[1 : HOLDERS + 1]
-    assert found.holders(Key("public", "thing")) == []
-    assert companions([]).holders(KEY) == []
+    assert ids(companions(MEMBERS, (gone,)).holders(KEY, 0.0)) == near(MEMBERS)[1 : HOLDERS + 1]
+    assert found.holders(Key("public", "thing"), 0.0) == []
+    assert companions([]).holders(KEY, 0.0) == []
 
 
 @pytest.mark.parametrize("own_is_member", [True, False])
@@ -93,7 +93,7 @@ def test_a_newcomer_asks_its_introducers_and_only_the_members_that_they_name() -
     named = [contact(peer) for peer in MEMBERS[:3]]
     assert found.on_named(KEY, ENTRY, named) == named
     assert found.named_by(RUN, [ENTRY]) == MEMBERS[:3]
-    assert set(ids(found.holders(KEY))) == {ENTRY, *MEMBERS[:3]}
+    assert set(ids(found.holders(KEY, 0.0))) == {ENTRY, *MEMBERS[:3]}
     further = [contact(MEMBERS[4])]
     assert found.on_named(KEY, MEMBERS[0], further) == further
     assert found.named_by(RUN, [ENTRY]) == MEMBERS[:3], "its voice is that of an introducer"
@@ -103,7 +103,7 @@ def test_a_peer_that_knows_members_by_certificates_asks_nobody_whom_others_name(
     found = companions(MEMBERS)
     found.add_introducers([contact(ENTRY)])
     assert found.on_named(KEY, ENTRY, [contact(STRANGERS[0])]) == []
-    assert ids(found.holders(KEY)) == near(MEMBERS)[:HOLDERS]
+    assert ids(found.holders(KEY, 0.0)) == near(MEMBERS)[:HOLDERS]
 
 
 def test_a_peer_that_is_no_member_names_those_that_have_asked_for_the_longest_time() -> None:

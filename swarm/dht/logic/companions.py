@@ -40,6 +40,8 @@ _CANDIDATES_MAX: Final = 64  # members considered for a key: those that certific
 _INTRODUCERS_MAX: Final = 8
 # Keys whose last reads are remembered. Too small: each read of a large grid's prefixes asks members.
 _KEYS_MAX: Final = 512
+# Too small: processor time; too large: records are written to members that have left or moved
+_HOLDERS_S: Final = 5.0
 _NAMING_MAX: Final = 8  # peers that are believed when they name members for a key
 _RUNS_MAX: Final = 256  # runs whose callers are remembered
 _CALLERS_MAX: Final = 64  # callers remembered for each run; the first ones stay
@@ -68,6 +70,8 @@ class _Read:
     # owners of the records that members had when asked last, with the expiration in µs
     owners: dict[Owner, int] = field(default_factory=dict)
     named: dict[PeerId, tuple[Contact, ...]] = field(default_factory=dict)  # by the peer that named them
+    holders: list[Contact] = field(default_factory=list)  # to which records of the key are written
+    holders_until_s: float = -math.inf  # until when they are not looked up again
 
 
 class Companions:
@@ -103,10 +107,21 @@ class Companions:
 
     # ---- records of this peer's runs
 
-    def holders(self, key: Key) -> list[Contact]:
+    def holders(self, key: Key, now_s: float) -> list[Contact]:
         """Return the peers beside the replicas to which a record of a run is written: the nearest members.
-        When fewer than `HOLDERS` are known, introducers and the members that they named are added.
+        When fewer than `HOLDERS` are known, introducers and the members that they named are added. They are
+        looked up again after `_HOLDERS_S`: a run writes its records every second.
         """
+        read = self._reads.get(key)
+        if read is not None and now_s < read.holders_until_s:
+            return read.holders
+        found = self._find_holders(key)
+        if len(found) >= HOLDERS:
+            read = self._read(key)
+            read.holders, read.holders_until_s = found, now_s + _HOLDERS_S
+        return found
+
+    def _find_holders(self, key: Key) -> list[Contact]:
         run = circle_of(key)
         if run is None:
             return []
@@ -159,7 +174,7 @@ class Companions:
         """Return whether an answer with the records of `owners` should be compared with that of a member."""
         if circle_of(key) is None or self.is_checked(key, owners, now_s, now_us):
             return False
-        return bool(self.holders(key))
+        return bool(self.holders(key, now_s))
 
     def is_checked(self, key: Key, owners: Collection[Owner], now_s: float, now_us: int) -> bool:
         """Return whether members were asked recently, and everything that they had then was found again."""
@@ -227,7 +242,9 @@ class Companions:
         """
         distance = self._own.dht_id ^ place
         nearer = [peer for peer in self._by_distance(run, place) if peer.dht_id ^ place < distance]
-        return len(nearer) < HOLDERS or len(list(itertools.islice(self._reachable(nearer), HOLDERS))) < HOLDERS
+        return (
+            len(nearer) < HOLDERS or len(list(itertools.islice(self._reachable(nearer), HOLDERS))) < HOLDERS
+        )
 
     def _by_distance(self, run: str, place: int) -> list[PeerId]:
         """Return the other members of a run that are considered for a place, the nearest first. They are
