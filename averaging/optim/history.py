@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 _PROBE_INTERVAL_S = 1.0  # interval at which missing electors are looked for
 _FETCHES_MAX = 8  # histories fetched at once
-_STRANGE_FETCHES_MAX = 4  # beside them, histories of strangers
+_STRANGE_MAX, _STRANGE_PAUSE_S = 4, 2.0  # beside them, of strangers; after one that did not answer
 
 
 class RunHistory:
@@ -376,7 +376,7 @@ class RunHistory:
                 self._wake.clear()
                 await self.compare()
                 if self._strange and (comparing is None or comparing.done()):
-                    asking = ask_holders(self._strange, _STRANGE_FETCHES_MAX, self._fetch)
+                    asking = ask_holders(self._strange, _STRANGE_MAX, self._fetch, pause_s=_STRANGE_PAUSE_S)
                     comparing = tasks.create_task(asking)
 
     async def _watch_sleep(self) -> None:

@@ -64,6 +64,8 @@ class Attack:
     strangers: int = 0
     writers: int = 0  # identities of one more peer that keep records of progress, and do nothing else
     victim_is_new: bool = False  # it joins when the attack begins
+    batch: int = 4  # samples of a step
+    compute_s: float = 1.0  # of a step
     epoch_s: float = 16.0  # of all members together
     calm_s: float = 40.0  # before the attack, after the founding
     minutes: float = 15.0  # of the attack
@@ -234,11 +236,11 @@ class _AttackRun:
         async with asyncio.TaskGroup() as group:
             swarm = self._swarm = TrainingSwarm(self._network, self._config(), self._on_step, group)
             for _ in range(attack.members):
-                await swarm.add(batch=4, compute_s=1.0)
+                await swarm.add(batch=attack.batch, compute_s=attack.compute_s)
             await self._found(attack.calm_s)
             began_s, self._members = loop.time(), frozenset(swarm.live)
             if attack.victim_is_new:
-                await swarm.add(batch=4, compute_s=1.0)
+                await swarm.add(batch=attack.batch, compute_s=attack.compute_s)
             peers = [self._network.peer() for _ in range(attack.strangers)]
             strangers = [group.create_task(self._strange(peer)) for peer in peers]
             if attack.writers:
@@ -263,13 +265,15 @@ class _AttackRun:
         """Train in short epochs until no stranger becomes an elector at once any more, then in long ones."""
         while len(self._ledger.certificates) <= FOUNDING_MAX:  # noqa: ASYNC110 - virtual time
             await asyncio.sleep(1.0)
+        attack = self._attack
         for one in self._honest():
             assert one.optimizer is not None
-            one.optimizer.set_target(round(4 * self._attack.members * self._attack.epoch_s))
+            one.optimizer.set_target(round(attack.batch / attack.compute_s * attack.members * attack.epoch_s))
         await asyncio.sleep(calm_s)
 
     def _config(self) -> TrainingConfig:
-        return TrainingConfig(target_batch_size=4 * self._attack.members, elements=self._attack.elements)
+        target = self._attack.batch * self._attack.members
+        return TrainingConfig(target_batch_size=target, elements=self._attack.elements)
 
     def _electors(self, electors: Sequence[PeerId]) -> tuple[int, ...]:
         return tuple(peer.index for peer in self._network.peers.values() if peer.peer_id in electors)

@@ -136,10 +136,26 @@ def test_questions_about_many_runs_by_many_peers_take_bounded_memory() -> None:
     found = companions([])
     for number in range(2000):
         for peer in STRANGERS[:3]:
-            found.on_question(f"run{number}", peer, 1.0)
+            found.on_question(f"run{number}", peer, 1.0, f"network {number}")
     named = sum(bool(found.members_for(Key(f"run.run{number}", "x"), OWN, 1.0)) for number in range(2000))
     assert named == 256
     found.on_question("late", STRANGERS[0], 2 * CALLER_S)
     assert found.members_for(Key("run.late", "x"), OWN, 2 * CALLER_S), (
         "runs that nobody asks about are forgotten"
     )
+
+
+def test_one_network_takes_a_quarter_of_the_places_of_those_that_asked_about_runs() -> None:
+    """Regression: an attacker that asked a fresh entry point about 256 invented runs, or 64 times about a
+    run, was all that it remembered, and newcomers were led to the attacker.
+    """
+    found = companions([])
+    crowd = [PeerId(number.to_bytes(32, "big")) for number in range(1000, 2000)]
+    for number, peer in enumerate(crowd):
+        found.on_question(f"{number:020}", peer, 0.0, "203.0.113.0/24")
+        found.on_question(RUN, peer, 0.0, "203.0.113.0/24")
+    for peer in MEMBERS[:2]:
+        found.on_question(RUN, peer, 1.0, "198.51.100.0/24")
+    found.on_question("another", MEMBERS[0], 1.0, "198.51.100.0/24")
+    assert ids(found.members_for(KEY, OWN, 2.0))[:4] == [crowd[0], MEMBERS[0], crowd[1], MEMBERS[1]]
+    assert ids(found.members_for(Key("run.another", "progress"), OWN, 2.0)) == MEMBERS[:1]

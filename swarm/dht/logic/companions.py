@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -74,6 +74,14 @@ class _Read:
     holders_until_s: float = -math.inf  # until when they are not looked up again
 
 
+@dataclass(frozen=True, slots=True)
+class _Caller:
+    """When a peer asked about a run last, and the address prefix that it called from."""
+
+    asked_s: float
+    prefix: str
+
+
 class Companions:
     """The companions of one peer, in all runs that it takes part in or is asked about."""
 
@@ -95,8 +103,8 @@ class Companions:
         # by run and place: its members when they were sorted last, and the others of them by their distance
         self._sorted: OrderedDict[tuple[str, int], tuple[tuple[PeerId, ...], list[PeerId]]] = OrderedDict()
         self._introducers_asked_s: dict[str, float] = {}
-        # by run: the peers that asked about it, in order of their first question, with the time of the last
-        self._callers: dict[str, dict[PeerId, float]] = {}
+        # by run: the peers that asked about it, in order of their first question
+        self._callers: dict[str, dict[PeerId, _Caller]] = {}
         self._pruned_s = -math.inf
 
     def add_introducers(self, contacts: Iterable[Contact]) -> None:
@@ -281,31 +289,34 @@ class Companions:
 
     # ---- questions of others
 
-    def on_question(self, run: str, caller: PeerId, now_s: float) -> None:
-        """Remember that a peer has asked about a run: it takes part in it, or wants to."""
-        if run not in self._callers and len(self._callers) >= _RUNS_MAX:
+    def on_question(self, run: str, caller: PeerId, now_s: float, prefix: str = "") -> None:
+        """Remember that a peer has asked about a run: it takes part in it, or wants to. Peers of one address
+        prefix are remembered as a quarter of the callers of a run, and for a quarter of the runs.
+        """
+        if run not in self._callers and self._has_no_place_for_a_run(prefix):
             if now_s - self._pruned_s < INTRODUCER_INTERVAL_S:
                 return
             self._pruned_s = now_s
-            self._callers = {
-                name: callers
-                for name, callers in self._callers.items()
-                if any(now_s - asked_s < CALLER_S for asked_s in callers.values())
-            }
-            if len(self._callers) >= _RUNS_MAX:
+            live = {name: _live(callers, now_s) for name, callers in self._callers.items()}
+            self._callers = {name: callers for name, callers in live.items() if callers}
+            if self._has_no_place_for_a_run(prefix):
                 return
-        callers = self._callers.setdefault(run, {})
-        if caller not in callers and len(callers) >= _CALLERS_MAX:
-            gone = [peer for peer, asked_s in callers.items() if now_s - asked_s >= CALLER_S]
-            if not gone:
+        callers = self._callers.get(run, {})
+        if caller not in callers and _is_full([one.prefix for one in callers.values()], _CALLERS_MAX, prefix):
+            callers = _live(callers, now_s)
+            if _is_full([one.prefix for one in callers.values()], _CALLERS_MAX, prefix):
                 return
-            del callers[gone[0]]
-        callers[caller] = now_s
+        callers[caller] = _Caller(now_s, prefix)
+        self._callers[run] = callers
+
+    def _has_no_place_for_a_run(self, prefix: str) -> bool:
+        first = [next(iter(callers.values())).prefix for callers in self._callers.values()]
+        return _is_full(first, _RUNS_MAX, prefix)
 
     def members_for(self, key: Key, caller: PeerId, now_s: float) -> list[Contact]:
         """Return the members of a run to name to a caller: those nearest to the key. A peer that is no member
-        and knows none names the peers that have asked about the run for the longest time. A member that knows
-        no other member names nobody.
+        and knows none names the peers that have asked about the run for the longest time, of each address
+        prefix in turn. A member that knows no other member names nobody.
         """
         run = circle_of(key)
         if run is None:
@@ -313,6 +324,26 @@ class Companions:
         members = [one for near in self._near(run, key, caller) for one in near]
         if members or run == _EXPERTS or self._standing.is_member(self._own, run):
             return members[:NAMED_MAX]
-        callers = self._callers.get(run, {})
-        live = [peer for peer, s in callers.items() if now_s - s < CALLER_S and peer != caller]
-        return list(itertools.islice(self._reachable(live), NAMED_MAX))
+        live = _live(self._callers.get(run, {}), now_s)
+        live.pop(caller, None)
+        return list(itertools.islice(self._reachable(_in_turns(live)), NAMED_MAX))
+
+
+def _live(callers: Mapping[PeerId, _Caller], now_s: float) -> dict[PeerId, _Caller]:
+    """Return the callers that have not left the run, in their order."""
+    return {peer: one for peer, one in callers.items() if now_s - one.asked_s < CALLER_S}
+
+
+def _in_turns(callers: Mapping[PeerId, _Caller]) -> list[PeerId]:
+    """Return the callers with the first one of each address prefix first, then the second ones, and so on."""
+    counts: Counter[str] = Counter()
+    places = {}
+    for peer, one in callers.items():
+        places[peer] = counts[one.prefix]
+        counts[one.prefix] += 1
+    return sorted(places, key=lambda peer: places[peer])
+
+
+def _is_full(prefixes: Sequence[str], places: int, prefix: str) -> bool:
+    """Return whether no place is left, or none for a prefix, by the prefixes that have the others."""
+    return len(prefixes) >= places or prefixes.count(prefix) >= places // 4
