@@ -65,6 +65,8 @@ class ReportSender:
         """Report to strangers, until cancelled."""
         while True:
             await self._wake.wait()
+            if not self._strangers:
+                continue
             full, strangers = self._full, list(self._strangers)[: self._batch]
             for peer in strangers:
                 del self._strangers[peer]
