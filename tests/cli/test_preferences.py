@@ -40,9 +40,9 @@ def test_preferences_are_set_shown_and_forgotten(home: Path) -> None:
     ("arguments", "said"),
     [
         (["daily"], "set with KEY=VALUE"),
-        (["dayly=5G"], "'dayly' is no preference"),
+        (["dayly=5G"], "'dayly' is not a preference"),
         (["daily=x"], "a size is written like 4G"),
-        (["--unset", "dayly"], "'dayly' is no preference"),
+        (["--unset", "dayly"], "'dayly' is not a preference"),
     ],
 )
 def test_a_mistake_is_a_sentence_and_changes_nothing(home: Path, arguments: list[str], said: str) -> None:
@@ -78,4 +78,4 @@ def test_a_preference_without_a_value_is_forgotten_and_a_name_is_that_of_the_mac
     assert told["preferences"] == {"daily": "5G"}
     told = json.loads(config("--run", "bytelm", "daily=", "--json").stdout)
     assert (told["preferences"], told["runs"]) == ({"daily": "5G"}, {})
-    assert "'dayly' is no preference" in str(config("dayly=").exception)
+    assert "'dayly' is not a preference" in str(config("dayly=").exception)
