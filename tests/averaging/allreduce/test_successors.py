@@ -124,7 +124,7 @@ def test_a_successor_is_passed_over_that_stops_in_the_middle() -> None:
     assert 20.0 + 30.0 < one.took_over[one.chunks[1]] < 20.0 + PATIENCE_MAX_S
 
 
-def test_a_successor_does_not_wait_for_a_member_that_says_forever_that_averages_come_to_it() -> None:
+def test_a_successor_does_not_wait_for_a_member_that_always_reports_incoming_averages() -> None:
     """Before, no chunk of the lost reducer was reduced again until the round failed at its deadline."""
     one = Observed(round_setup(IDENTITIES, clients=[3], deadline_s=60.0))
     one.unsealed = {1}
@@ -179,7 +179,7 @@ def test_an_auxiliary_member_leaves_a_successor_its_time() -> None:
     assert not one.took_over
 
 
-def test_a_member_that_says_the_same_again_at_once_is_asked_ten_times_a_second_at_most() -> None:
+def test_a_member_that_repeats_its_answer_is_asked_at_most_ten_times_a_second() -> None:
     """One whose round is over does not wait for news before it answers, whatever it is asked."""
     one = Observed(round_setup(IDENTITIES))
     one.lose()

@@ -303,7 +303,7 @@ def test_a_leader_that_is_passed_over_is_followed_once_others_follow_it() -> Non
     assert [effect.contact for effect in bench.poll(0.2) if isinstance(effect, SendJoin)] == [contact(8)]
 
 
-def test_a_leader_that_held_this_peer_is_not_followed_again_beside_those_that_it_still_holds() -> None:
+def test_a_leader_that_held_this_peer_is_not_followed_while_it_still_holds_others() -> None:
     """Their deadlines are a moment later. Four peers followed such a leader again and again, in turn."""
     order = replace(precedence((OWN, 6, 7, 8), passed_over=(8,)), is_holding=ids(8).__contains__)
     bench = Bench(order, holders=(6, 7, 8))
