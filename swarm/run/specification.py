@@ -144,9 +144,9 @@ class RunSpecification(OwnedSpecification):
                 f"mode {self.mode.name} averages parameters themselves: "
                 "strategy powersgd is for gradients and differences"
             )
-        if (self.mode.streaming or 1) > 1:
+        if (self.mode.streaming or 1) > 1 or (self.mode.delayed and self.mode.name == "diloco"):
             raise ValueError(
-                "a mode with streaming averages parts of the model, not matrices: "
+                "a mode with streaming or delayed rounds averages parts of the model, not matrices: "
                 "strategy powersgd is not for it"
             )
         if self.codec not in _FINE:
