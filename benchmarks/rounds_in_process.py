@@ -45,7 +45,7 @@ class RoundsInProcess:
         self.traffic = Traffic()
 
     def average(self, vectors: Sequence[Sequence[torch.Tensor]], weights: Sequence[float]) -> None:
-        """Replace each peer's tensors, float32 and contiguous, by the weighted mean as it would receive it."""
+        """Replace each peer's tensors, float32 and contiguous, by the weighted mean that it receives."""
         plan, relative = self._plan, relative_weights(weights)
         flat = [FlatVector([tensor.view(-1) for tensor in one]) for one in vectors]
         kernels = [self._kernels(place, vector, relative) for place, vector in enumerate(flat)]

@@ -1,4 +1,4 @@
-"""Nothing needs uvloop or `os.fork`: every module is imported, and tests run, in a process that has neither."""
+"""Nothing needs uvloop or `os.fork`: modules are imported, and tests run, in a process that has neither."""
 
 from __future__ import annotations
 

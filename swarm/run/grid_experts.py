@@ -71,7 +71,7 @@ class ExpertFactory:
 
     def bytes_of_one(self) -> int:
         """Return the memory that one expert takes on its device, in bytes: parameters, gradients, optimizer,
-        and float32 copies of smaller parameters. Activations come on top.
+        and float32 copies of smaller parameters. Activations are not included.
         """
         module, _ = make(self._grid.expert_class, self._class, self._settings)
         count = sum(parameter.numel() for parameter in module.parameters())

@@ -1,5 +1,5 @@
-"""Which experts of a grid this machine hosts: all of some patterns, or as many as its owner gives, where the
-grid needs them most, now and later.
+"""Choose the experts of a grid that this machine hosts: all that match some patterns, or a number of experts
+that the grid needs most. The choice is repeated while the server runs.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Placing:
     def __init__(
         self, node: Node, patterns: Sequence[ExpertGrid], count: int | None, checkpoints: Path | None
     ) -> None:
-        """`count`: how many experts of the only pattern to host; None: all of all patterns, for good.
-        `checkpoints`: the folder of the server's checkpoints. Raises UsageError for more experts than a
-        server hosts, and for a count with several patterns.
+        """`count`: how many experts of the only pattern to host; None: all experts of all patterns,
+        permanently. `checkpoints`: the folder of the server's checkpoints. Raises UsageError for more experts
+        than a server can host, and for a count with several patterns.
         """
         if count is not None and len(patterns) > 1:
             raise UsageError(
@@ -43,9 +43,9 @@ class Placing:
         self._looked_s = time.monotonic()
 
     def first(self) -> list[ExpertUid]:
-        """Return the experts to begin with. With a count, experts that nobody hosts and that have a
-        checkpoint here come before others. Raises UsageError when the grid has fewer, and NetworkError when
-        nobody says who hosts what.
+        """Return the experts to host first. With a count, experts that nobody hosts and that have a
+        checkpoint here are preferred. Raises UsageError if the grid has fewer, and NetworkError if nobody
+        answers who hosts which expert.
         """
         if self._count is None:
             names = sorted({uid for pattern in self._patterns for uid in pattern.names()})
@@ -73,7 +73,7 @@ class Placing:
         try:
             return self._placement.step(self._load(), now_s)
         except NetworkError:
-            return None  # nobody answers at the moment: others cannot be called either
+            return None  # no peer answers at the moment, so a move would not help
 
     def _load(self) -> GridLoad:
         directory = Directory(self._node.dht.service)

@@ -168,6 +168,15 @@ def run_virtual(main: Coroutine[Any, Any, T], *, limit_s: float = 7 * 24 * 3600.
         gc.unfreeze()
 
 
+async def until(holds: Callable[[], bool], limit_s: float, every_s: float = 0.25) -> bool:
+    """Look every `every_s` seconds whether something holds. Return whether it did within `limit_s`."""
+    loop = asyncio.get_running_loop()
+    end_s = loop.time() + limit_s
+    while not (found := holds()) and loop.time() < end_s:  # noqa: ASYNC110 - virtual time
+        await asyncio.sleep(every_s)
+    return found
+
+
 @contextlib.contextmanager
 def collector_off() -> Iterator[None]:
     """Run the garbage collector only where the scenario calls it. It ends the coroutines of killed processes,

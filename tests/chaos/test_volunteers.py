@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from swarm.cli.children import Child, Children
-from tests.chaos.small_run import write_small_run
+from tests.wire.small_run import write_small_run
 
 LOOPBACK = ("--listen", "127.0.0.1:0", "--identity", "new")
 WAIT_S = 240.0  # to wait for an event; long, because a busy machine imports torch slowly

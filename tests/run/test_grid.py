@@ -47,7 +47,7 @@ def test_the_shipped_example_is_valid() -> None:
         ({"dtype": "int8"}, "test: dtype must be one of"),
         ({"module": "short"}, "test: module"),
         ({"optimizer": {"learning_rate": -1}}, "test: optimizer.learning_rate must be greater than or equal"),
-        ({"optimizer": {"warmup_steps": 5, "training_steps": 5}}, "there are more of them than warmup_steps"),
+        ({"optimizer": {"warmup_steps": 5, "training_steps": 5}}, "they must exceed warmup_steps"),
         ({"hiden_dim": 5}, "test: hiden_dim is not a known key (misspelt?)"),
     ],
     ids=[
@@ -69,7 +69,7 @@ def test_a_wrong_file_is_refused_with_the_key(changes: dict[str, object], messag
 
 
 def test_a_run_cannot_take_the_name_of_a_grid() -> None:
-    with pytest.raises(UsageError, match=r"begin with 'grid\.' are those of grids"):
+    with pytest.raises(UsageError, match=r"begin with 'grid\.' are reserved for grids"):
         RunSpecification.from_table(
             {"name": "grid.x", "target_batch_size": 64, "batch_size": 8, "task": {"name": "bytelm"}}, "test"
         )
@@ -161,7 +161,7 @@ def test_the_file_of_a_users_own_class_must_be_the_grids(tmp_path: Path) -> None
     with_module = signed(owner, module=module_hash(mine))
     check_module(with_module, mine)
     check_module(signed(owner), None)
-    with pytest.raises(UsageError, match="is another file than that of"):
+    with pytest.raises(UsageError, match="is not the file of"):
         check_module(with_module, other)
     with pytest.raises(UsageError, match=r"get it from the owner, read it, and pass it with --module"):
         check_module(with_module, None)

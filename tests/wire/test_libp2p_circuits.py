@@ -192,7 +192,7 @@ def test_the_limits_of_a_relay_hold_and_are_said() -> None:
 
 def test_a_relay_carries_no_more_bytes_per_second_than_it_gives() -> None:
     async def test(scene: Scene) -> None:
-        relay, _ = await scene.relay(bytes_per_s=1e6)
+        relay, _ = await scene.relay(bytes_per_s=1e6, burst_s=0.05)
         hidden, caller = await scene.hidden(relay), await scene.caller()
         connection = await caller.connect(hidden.peer_id, [relay])
         begun_s = time.monotonic()
@@ -296,7 +296,7 @@ def test_circuits_over_circuits_are_refused() -> None:
         with pytest.raises(PeerError, match=f"does not speak {HOP_PROTOCOL}"):
             await caller.question(connection, Hop(HopKind.CONNECT, peer=hidden.peer_id))
         with pytest.raises(PeerError, match=f"does not speak {STOP_PROTOCOL}"):
-            await connection.open(STOP_PROTOCOL)
+            await (await connection.open(STOP_PROTOCOL)).read()
         assert HOP_PROTOCOL not in (await identify(connection)).protocols
 
     run(test)

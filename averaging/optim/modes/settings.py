@@ -77,8 +77,8 @@ class Diloco:
     # the whole model each epoch, while training continues: a peer keeps its own progress at once, and gets
     # that of the others with the outer step at the end of the round, at most one epoch late
     delayed: bool = False
-    # streaming, delayed: apply a round after this many further local steps, waiting for it if necessary; None: as soon
-    # as it has ended, at most one epoch later
+    # streaming, delayed: apply a round after this many further local steps, waiting for it if necessary;
+    # None: as soon as it has ended, at most one epoch later
     delay_steps: int | None = None
 
     def __post_init__(self) -> None:
