@@ -36,7 +36,7 @@ from benchmarks.report import replace_file
 _SEQUENCE_TOKENS = 32
 _TARGET_SAMPLES = 16
 _BATCH_SAMPLES = 4
-_WAIT_S = 400.0
+_WAIT_S = 3600.0
 _KILLED_AT_EPOCH = 3  # of the founder, once both others contribute
 
 
