@@ -51,7 +51,7 @@ from swarm.runtime.thread import TURN_S_MAX, NetworkThread
 
 _logger = logging.getLogger(__name__)
 
-# The constructor waits at most this long for the first bootstrap peer; joining goes on in the background.
+# The constructor waits at most this long for the first bootstrap peer; joining continues in the background.
 _FIRST_JOIN_S = 0.2
 _BOOK_ENTRIES_MAX = 1000  # 200 bytes each, written as one file
 _HOUSEKEEPING_S = 30.0  # interval at which the peer book is saved and unused connections are closed
@@ -86,13 +86,16 @@ class Node:
     """This process as a peer: identity, server, connections, DHT, peer book. A context manager; `close()`
     takes under two seconds.
 
-    - `bootstrap`: addresses that end in /p2p/<PeerID> (or Contacts), which need not be reachable; or an
-      invite (swarm1…) to a run. With an invite this peer calls and answers members of that run only.
-    - `listen`: host:port, port 0 for a free one; None: no peer can connect to this one.
-    - `identity`: a file that is created when missing, an Identity, or None for a new one that lives as long
-      as the node.
+    Args:
+        bootstrap: Addresses that end in /p2p/<PeerID> (or Contacts), which need not be reachable; or an
+            invite (swarm1…) to a run. With an invite this peer calls and answers members of that run only.
+        listen: host:port, port 0 for a free one; None: no peer can connect to this one.
+        identity: A file, which is created when missing, or an Identity; None: a new one that lives as long as
+            the node.
+        config: Preset, name, addresses to announce, bandwidth and relaying; None: the defaults.
 
-    Raises UsageError when an argument is wrong, the port is taken, or another process uses the identity file.
+    Raises:
+        UsageError: When an argument is wrong, the port is taken, or another process uses the identity file.
     """
 
     def __init__(

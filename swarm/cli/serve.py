@@ -79,7 +79,8 @@ _CREATE_S_MAX = 60.0  # for reading and publishing a specification, including re
     type=click.Path(path_type=Path),
     default=None,
     help="Your own file; --expert-class is a function in it: def make(settings) returns a module and the "
-    "tuple of its sample inputs; settings has hidden_dim and sequence_length.",
+    "tuple of its sample inputs; settings has hidden_dim and sequence_length. A module with the attribute "
+    "sequence_dimension = 1 takes shorter sequences than its samples.",
 )
 @click.option(
     "--hidden-dim",
@@ -93,7 +94,7 @@ _CREATE_S_MAX = 60.0  # for reading and publishing a specification, including re
     type=options.BoundedInteger(1),
     default=128,
     show_default=True,
-    help="Length of the sequences, for experts that take sequences.",
+    help="Largest length of the sequences, for experts that take sequences.",
 )
 @click.option(
     "--optimizer",
@@ -362,7 +363,7 @@ class _Hosting:
         """
         factory = self._choices.factory(self._signed.grid)
         placing = self._choices.placing(self._signed.grid, self._node, factory)
-        experts = {uid: factory.make(uid) for uid in placing.first()}
+        experts = factory.make_all(placing.first())
         move: Move | None = None
         while True:
             with self._open_server(experts) as server:

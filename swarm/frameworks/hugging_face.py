@@ -21,6 +21,10 @@ class HuggingFaceCallback(TrainerCallback):  # type: ignore[misc]
     losses that the Trainer logs, and ends the training after `epochs` epochs of the swarm. When `train`
     returns, the peer stays in the run and serves its state to others until `optimizer` or its node is closed;
     `train` may be called again.
+
+    Args:
+        optimizer: The `swarm.Optimizer` that the Trainer uses.
+        epochs: Epochs of the swarm after which the training ends; None: the Trainer's own limits apply.
     """
 
     def __init__(self, optimizer: Optimizer, *, epochs: int | None = None) -> None:

@@ -19,11 +19,19 @@ class LightningCallback(Callback):  # type: ignore[misc]
         Trainer(…, callbacks=[LightningCallback(node, run="my-run", target_batch_size=512,
                                                 batch_size_per_step=32)])
 
-    It wraps the optimizer that `configure_optimizers` returns in a swarm.Optimizer with these arguments
-    (`options`: any others of that class). The attribute `optimizer` is this object; later calls of `fit` with
-    the same module use it again. It loads the swarm's state before the first step, also after `ckpt_path`,
-    publishes the loss and the metric `val_loss`, and ends `fit` after `epochs` epochs of the swarm. After
-    `fit` the peer stays in the run and serves its state to others until `optimizer` or the node is closed.
+    It wraps the optimizer that `configure_optimizers` returns in a swarm.Optimizer. The attribute `optimizer`
+    is this object; later calls of `fit` with the same module use it again. The callback loads the swarm's
+    state before the first step, also after `ckpt_path`, publishes the loss and the metric `val_loss`, and
+    ends `fit` after `epochs` epochs of the swarm. After `fit` the peer stays in the run and serves its state
+    to others until `optimizer` or the node is closed.
+
+    Args:
+        node: This process as a peer.
+        run: Name or id of the run.
+        target_batch_size: Samples of the whole swarm in one epoch.
+        batch_size_per_step: Samples of one step of this peer.
+        epochs: Epochs of the swarm after which `fit` ends; None: the Trainer's own limits apply.
+        options: Further arguments of `swarm.Optimizer`.
     """
 
     def __init__(

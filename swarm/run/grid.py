@@ -79,7 +79,9 @@ class GridSpecification(OwnedSpecification):
     # file
     module: str | None = Field(default=None, pattern=_HASH)
     hidden_dim: _Size = 1024
-    sequence_length: _Size = 128  # of classes that take sequences
+    sequence_length: _Size = 128  # the largest, of classes that take sequences
+    # experts take and return codes of this many numbers instead of vectors of hidden_dim; 0: the vectors
+    activation_rank: Annotated[int, Field(ge=0, le=1 << 20)] = 0
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     # together with the expert's name, determines the initial parameters
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
@@ -100,6 +102,12 @@ class GridSpecification(OwnedSpecification):
             return table
         named = {"name": GRID_PREFIX + patterns[0].partition(".")[0].lower()} if patterns else {}
         return {**named, **table, "experts": tuple(patterns)}
+
+    @model_validator(mode="after")
+    def _rank_is_within_the_width(self) -> GridSpecification:
+        if self.activation_rank > self.hidden_dim:
+            raise ValueError("activation_rank is at most hidden_dim")
+        return self
 
     @field_validator("experts")
     @classmethod

@@ -38,7 +38,7 @@ class Placing:
             raise UsageError(
                 "a number of experts picks places in one pattern of the grid: choose one with --experts"
             )
-        self._node, self._patterns, self._count, self._checkpoints = node, patterns, count, checkpoints
+        self._node, self._patterns, self.count, self._checkpoints = node, patterns, count, checkpoints
         self._placement = Placement(node.peer_id)
         self._looked_s = time.monotonic()
 
@@ -47,7 +47,7 @@ class Placing:
         checkpoint here are preferred. Raises UsageError if the grid has fewer, and NetworkError if nobody
         answers who hosts which expert.
         """
-        if self._count is None:
+        if self.count is None:
             names = sorted({uid for pattern in self._patterns for uid in pattern.names()})
             if len(names) > EXPERTS_MAX:
                 raise UsageError(
@@ -57,9 +57,9 @@ class Placing:
             return names
         load, (pattern,) = self._load(), self._patterns
         saved = saved_names(self._checkpoints) if self._checkpoints is not None else []
-        own = [uid for uid in saved if uid in pattern and not load.get(uid)][: self._count]
+        own = [uid for uid in saved if uid in pattern and not load.get(uid)][: self.count]
         load = {**load, **{uid: {self._node.peer_id: 0.0} for uid in own}}
-        rest = choose_places(pattern, load, self._node.peer_id, self._count - len(own), random.SystemRandom())
+        rest = choose_places(pattern, load, self._node.peer_id, self.count - len(own), random.SystemRandom())
         return sorted([*own, *rest])
 
     def next_move(self) -> Move | None:
@@ -67,7 +67,7 @@ class Placing:
         them. A server that hosts whole patterns never moves.
         """
         now_s = time.monotonic()
-        if self._count is None or now_s - self._looked_s < RENEW_S:
+        if self.count is None or now_s - self._looked_s < RENEW_S:
             return None
         self._looked_s = now_s
         try:

@@ -258,7 +258,7 @@ def test_rounds_run_while_training_continues_for_fragments_in_turn_or_the_whole_
         deltas = [one.delta(epoch) for one in plain]
         spans[epoch % fragments] = [0.0, 0.0]
         average([one.mode for one in seats], weights)
-        for nth in range(delay):  # training goes on
+        for nth in range(delay):  # training continues
             for worker in range(2):
                 seats[worker].step(1000 + 10 * epoch + nth, 1)
                 plain[worker].step(1000 + 10 * epoch + nth, 1)
