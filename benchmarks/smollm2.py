@@ -1,6 +1,6 @@
 """SmolLM2-135M, trained by volunteers: `swarm start`, two `swarm join`, one of them killed and one more that
 <<<<<<< HEAD
-comes late, against one machine with the same number of steps and of samples a step.
+comes late, against one machine with the same number of steps and of samples a step, in plain torch.
 =======
 joins late, compared with one machine and the same number of samples.
 >>>>>>> main
@@ -36,6 +36,10 @@ from typing import Any
 import torch
 
 from benchmarks.report import replace_file
+from swarm.core.ids import PeerId
+from swarm.run.inner_optimizer import build_optimizer
+from swarm.run.specification import RunSpecification
+from swarm.run.task import Draw, make_task
 
 _SEQUENCE_TOKENS = 32
 _TARGET_SAMPLES = 16
@@ -66,12 +70,12 @@ def write_model(folder: Path) -> None:
 class Volunteer:
     """A process of `swarm start` or `swarm join`, with a home of its own, and its events."""
 
-    def __init__(self, folder: Path, model: Path, name: str, *command: str, threads: int = 1) -> None:
+    def __init__(self, folder: Path, model: Path, name: str, *command: str) -> None:
         self.home = folder / name
         shutil.rmtree(self.home, ignore_errors=True)
         (self.home / "models").mkdir(parents=True)
         (self.home / "models" / "smollm2").symlink_to(model)
-        environment = {**os.environ, "SWARM_HOME": str(self.home), "OMP_NUM_THREADS": str(threads)}
+        environment = {**os.environ, "SWARM_HOME": str(self.home), "OMP_NUM_THREADS": "1"}
         options = ("--device", "cpu", "--listen", "127.0.0.1:0", "--no-lan", "--json")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "swarm.cli", *command, *options],
@@ -226,15 +230,35 @@ def train_together(folder: Path, model: Path, run: Path, settings: dict[str, Any
     }
 
 
-def train_alone(folder: Path, model: Path, run: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Train the same run on one machine and return the held-out loss of its model."""
-    alone = Volunteer(folder, model, "alone", "start", str(run), threads=os.cpu_count() or 1)
-    try:
-        alone.wait("finished")
-        alone.process.wait(60)
-    finally:
-        alone.end()
-    return {"loss": held_out_loss(alone, model, settings, settings["method"] == "lora")}
+def train_alone(folder: Path, run: Path) -> dict[str, Any]:
+    """Train the same run on one machine, in plain torch, and return the held-out loss of its model. It goes
+    on where an earlier call was interrupted.
+    """
+    specification, saved = RunSpecification.from_file(run), folder / "alone.pt"
+    task = make_task(specification.task.name, specification.task.settings)
+    model, data = task.build_model(specification.seed), task.load_data(None, torch.device("cpu"))
+    optimizer = build_optimizer(model, specification.optimizer, task)
+    trained = [one for one in model.parameters() if one.requires_grad]
+    done = 0
+    if saved.exists():
+        state = torch.load(saved, weights_only=True)
+        done = int(state["done"])
+        optimizer.load_state_dict(state["optimizer"])
+        with torch.no_grad():
+            for one, value in zip(trained, state["trained"], strict=True):
+                one.copy_(value)
+    for epoch in range(done, specification.end.epochs or 0):
+        data.start_epoch(Draw("one machine", epoch, PeerId(bytes(32))))
+        optimizer.zero_grad()
+        for _ in range(_TARGET_SAMPLES // _BATCH_SAMPLES):
+            loss = data.loss(model, _BATCH_SAMPLES) * _BATCH_SAMPLES / _TARGET_SAMPLES
+            loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        print("one machine", epoch, loss.item(), file=sys.stderr, flush=True)
+        state = {"done": epoch + 1, "optimizer": optimizer.state_dict(), "trained": trained}
+        torch.save(state, saved.with_suffix(".partial"))
+        saved.with_suffix(".partial").replace(saved)
+    return {"loss": data.validation_loss(model.eval())}
 
 
 def measure(folder: Path, model: Path, method: str, codec: str, epochs: int) -> dict[str, Any]:
@@ -269,7 +293,7 @@ def measure(folder: Path, model: Path, method: str, codec: str, epochs: int) -> 
 
     before = results.part("before", untrained)
     together = results.part("together", lambda: train_together(folder, model, run, settings))
-    alone = results.part("alone", lambda: train_alone(folder, model, run, settings))
+    alone = results.part("alone", lambda: train_alone(folder, run))
     return {
         "method": method,
         "codec": codec,

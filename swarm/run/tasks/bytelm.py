@@ -89,7 +89,7 @@ class ByteLanguageModel:
         )
 
     def build_model(self, seed: int) -> torch.nn.Module:
-        from swarm.run.tasks.bytelm_model import ByteTransformer
+        from swarm.run.tasks.bytelm_model import ByteExperts, ByteTransformer
 
         shape = self.settings
         return ByteTransformer(
@@ -98,8 +98,7 @@ class ByteLanguageModel:
             heads=shape.heads,
             context=shape.context,
             seed=seed,
-            experts=shape.experts,
-            experts_per_byte=shape.experts_per_byte,
+            experts=ByteExperts(count=shape.experts, per_byte=shape.experts_per_byte),
         )
 
     def load_data(self, folder: Path | None, device: torch.device) -> TaskData:

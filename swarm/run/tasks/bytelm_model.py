@@ -6,6 +6,7 @@ Shape suffixes: B samples, T bytes of context, W width.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -17,6 +18,17 @@ from swarm.run.task import Draw
 from swarm.run.tasks.corpus import VALIDATION_SAMPLES, VOCABULARY, Corpus
 
 _DEVIATION = 0.02  # of the initial weights; small enough that the first loss is ln(256)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByteExperts:
+    """Experts in place of each feed-forward layer."""
+
+    count: int = 0  # 0: none, one layer for all bytes
+    per_byte: int = 2  # how many of them compute each byte
+
+
+NO_EXPERTS = ByteExperts()
 
 
 class FeedForward(nn.Module):
@@ -33,10 +45,10 @@ class FeedForward(nn.Module):
 
 class TransformerBlock(nn.Module):
     """One pre-norm transformer block: causal self-attention, then a feed-forward layer four times as wide, or
-    for each byte a mixture of `experts_per_byte` of `experts` such layers.
+    for each byte a mixture of some of such layers.
     """
 
-    def __init__(self, width: int, heads: int, experts: int, experts_per_byte: int) -> None:
+    def __init__(self, width: int, heads: int, experts: ByteExperts) -> None:
         super().__init__()
         self.heads = heads
         self.attention_norm = nn.LayerNorm(width)
@@ -44,12 +56,12 @@ class TransformerBlock(nn.Module):
         self.attention_out = nn.Linear(width, width, bias=False)
         self.feed_norm = nn.LayerNorm(width)
         self.mixture: nn.Module | None = None
-        if experts:
+        if experts.count:
             self.mixture = LocalMixtureOfExperts(
                 width,
-                {f"ffn.{number}": FeedForward(width) for number in range(experts)},
-                grid=f"ffn.[0:{experts}]",
-                k_best=experts_per_byte,
+                {f"ffn.{number}": FeedForward(width) for number in range(experts.count)},
+                grid=f"ffn.[0:{experts.count}]",
+                k_best=experts.per_byte,
             )
             return
         self.feed_in = nn.Linear(width, 4 * width, bias=False)
@@ -83,15 +95,12 @@ class ByteTransformer(nn.Module):
         heads: int,
         context: int,
         seed: int,
-        experts: int = 0,
-        experts_per_byte: int = 2,
+        experts: ByteExperts = NO_EXPERTS,
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
         self.position = nn.Parameter(torch.empty(context, width))
-        self.blocks = nn.ModuleList(
-            TransformerBlock(width, heads, experts, experts_per_byte) for _ in range(layers)
-        )
+        self.blocks = nn.ModuleList(TransformerBlock(width, heads, experts) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         generator = torch.Generator().manual_seed(seed)
