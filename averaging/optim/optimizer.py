@@ -182,17 +182,13 @@ class Optimizer(DelegatingOptimizer):
         self._loop = EpochLoop(
             mode, self._tracker, self._donor, self._averager, self._catch_up, config.load_timeout_s
         )
-        run, history, contact = self.run_id, self._history, self._tracker.contact
-        receipts = Receipts(node, run, history, contact, sign) if history is not None else None
-        node.service(RunExchange.from_node).add(run, self._tracker, self._donor, history, receipts)
+        history, contact = self._history, self._tracker.contact
+        receipts = Receipts(node, self.run_id, history, contact, sign) if history is not None else None
+        node.service(RunExchange.from_node).add(self.run_id, self._tracker, self._donor, history, receipts)
         if self._history is not None:
             service.all_reduce.serve_history(self.run_id, Endorser(self._history, sign).endorse)
-        self._meter = Meter(
-            node.clock.swarm_s(),
-            name=node.config.name,
-            device=device_name(self._state.parameters),
-            agent=node.agent,
-        )
+        name, device = node.config.name, device_name(self._state.parameters)
+        self._meter = Meter(node.clock.swarm_s(), name=name, device=device, agent=node.agent)
         self._reporter = Reporter(
             dht=node.dht.service,
             clock=node.clock,
@@ -229,6 +225,8 @@ class Optimizer(DelegatingOptimizer):
         Args:
             batch_size: Samples whose mean the gradients are; None: `batch_size_per_step`.
             closure: Called first, with gradients enabled; also accepted as the first argument, as in torch.
+
+        Raises UsageError when a torch scheduler that is not the run's has changed the learning rate.
         """
         if callable(batch_size):
             batch_size, closure = None, batch_size
