@@ -25,6 +25,7 @@ Say = Callable[[str], None]
 _RELAY_MBIT = 100_000.0  # the processor is to be the limit
 _CALLS = 30  # on one connection
 _IDLE_S = 15.0
+_TRAINED_S, _FETCHED_BYTES_PER_S = 8.0, 5e6
 _WAIT_S = 90.0
 _CROWD_S = 180.0
 ROUND_TRIPS_MS = {50: 1.0, 200: 2.0}  # with the seconds within which a hole is to be punched
@@ -99,6 +100,12 @@ FIGURES = {
         unit="ms/MB",
         most=15.0,
     ),
+    "trainer": Figure(
+        workload="a peer behind a router trains, and another one fetches 5 MB/s of it through a relay",
+        quantity="training steps a second, fewer than without the fetch",
+        unit="%",
+        most=3.0,
+    ),
     "killed": Figure(
         workload=_LOST,
         quantity="it is killed: until the next call is answered, the slowest of three",
@@ -149,11 +156,22 @@ class Plan:
     passes: int = 3
     lost: bool = True
     far: bool = True
+    trainer: bool = True
     crowd: bool = True
     training: bool = True
 
 
-QUICK = Plan(relayed=2, punched=0, mebibytes=8, passes=1, lost=False, far=False, crowd=False, training=False)
+QUICK = Plan(
+    relayed=2,
+    punched=0,
+    mebibytes=8,
+    passes=1,
+    lost=False,
+    far=False,
+    trainer=False,
+    crowd=False,
+    training=False,
+)
 
 
 class SceneFailed(Exception):
@@ -331,6 +349,8 @@ def _calls(say: Say, plan: Plan, samples: Samples) -> None:
             for way, (caller, contact) in pairs.items():
                 rate = _bulk(samples, way, caller, ends[way], contact, plan.mebibytes, list(relays.values()))
                 say(f"reach: pass {number + 1}: {way} {rate:.1f} MB/s")
+        if plan.trainer:
+            samples.add("trainer", *(_slowdown_percent(*relayed[:2]) for _ in range(plan.passes)))
         if plan.lost:
             _lose(say, internet, samples, relays, relayed)
 
@@ -428,6 +448,22 @@ def _bulk(
     if way == "relayed":
         samples.add("processor-relay", sum(spent_ms[2:]))
     return rate
+
+
+def _slowdown_percent(trainer: Peer, other: Peer) -> float:
+    """Let a peer train, without and with another one that fetches of it, and return how much slower it is."""
+
+    def pace() -> float:
+        return float(trainer.order("trained", do="train", seconds=_TRAINED_S)["steps_per_s"])
+
+    contact = _now(trainer)
+    alone = pace()
+    mebibytes = int(_FETCHED_BYTES_PER_S * (_TRAINED_S + 2.0)) >> 20
+    other.tell(do="fetch", contact=contact, mebibytes=mebibytes, bytes_per_s=_FETCHED_BYTES_PER_S)
+    time.sleep(1.0)
+    beside = pace()
+    other.answer("fetched")
+    return 100.0 * (1.0 - beside / alone)
 
 
 def _lose(

@@ -42,10 +42,10 @@ from swarm.wire.reduce_pb2 import (
     InventoryRequest,
 )
 
-# How often those that wait for news look without any. Longer: members hear later for which one their reducer
-# waits; shorter: more wakeups in long rounds
+# Interval at which streams that wait for news check without any. Longer: members learn later for which member
+# their reducer waits; shorter: more wakeups in long rounds
 _LOOK_S = 0.5
-_FAREWELL_S = 1.0  # how long members are told how the round ended, in the background
+_FAREWELL_S = 1.0  # time for telling members the result of the round, in the background
 
 
 class RoundDriver:
@@ -66,18 +66,20 @@ class RoundDriver:
         self.plan_digest = kernels.plan.digest(kernels.codec)
         self.own_chunks = machine.shard.chunks
         self.bytes_sent = self.bytes_received = 0
-        # set when effects can be performed; the calls and streams of an event that comes before would be lost
+        # set when effects can be performed; calls and streams of earlier events would be lost
         self.begun = asyncio.Event()
         self.ended: asyncio.Future[do.Finish] = asyncio.get_running_loop().create_future()
-        self.averages: list[bytes] = []  # messages, as they were reduced; b"" once every member has one
-        self.refusals: dict[int, str] = {}  # senders that were left out: to be told on their streams
+        # encoded averages, in the order of reduction; b"" once every member has one
+        self.averages: list[bytes] = []
+        # senders that were left out, with the reason to send on their streams
+        self.refusals: dict[int, str] = {}
         self.voter = voter
         self._calls = RoundCalls(self)
         members = machine.setup.group.members
         takers = sum(not member.auxiliary for member in members) - (not machine.setup.own_auxiliary)
         self._takers = [takers] * len(self.own_chunks)
         self._served: set[int] = set()  # members that opened a stream
-        self._senders: set[SenderStream] = set()  # of them, the streams that stand
+        self._senders: set[SenderStream] = set()  # open streams of these members
         self.work = ChunkWork(self)
         self._events: deque[on.Event] = deque()
         self._stepping = False
@@ -85,8 +87,9 @@ class RoundDriver:
         self._reducing: asyncio.Task[None] | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._over = asyncio.Event()  # the round has ended here
-        self._news = ChangeEvent()  # for the streams of other members: an average, or a refusal
-        self._looked_s = network.now_s  # when those that wait for news last looked without any
+        # set when the streams of other members have an average or a refusal to send
+        self._news = ChangeEvent()
+        self._looked_s = network.now_s  # last time at which waiting streams checked without news
         self._halted = False
         self._replies: dict[int, asyncio.Future[do.AnswerVotes | do.AnswerInventory]] = {}
         self._asked = 0
@@ -127,7 +130,7 @@ class RoundDriver:
                 work.create_task(self._tick(), name="tick")
                 self._perform(self.machine.begin())
                 self.begun.set()
-                # beside the tasks, which answer members and send heartbeats
+                # runs beside the tasks that answer members and send heartbeats
                 await self.offload.prepare(self.kernels.prepare, not self.machine.setup.own_auxiliary)
                 self.feed(on.MemoryPrepared())
                 await self._over.wait()
@@ -264,7 +267,7 @@ class RoundDriver:
     async def keep_fetched(self, chunk: int, payload: memoryview, version: Version) -> bool:
         """Check and keep a fetched average; return whether it is the requested version."""
         if self._halted:
-            await self.offload.finish()  # nothing else must write to the averages now
+            await self.offload.finish()  # from here on nothing else may write to the averages
         arrived = Arrived(
             self.kernels.plan.chunks[chunk], payload, version.contributors, version.clipped, version.digest
         )
@@ -284,7 +287,7 @@ class RoundDriver:
             if isinstance(message, int):
                 await self.exclude_self(message)
                 raise PeerError(f"this peer contributes nothing: {self.kernels.excluded_reason}")
-        except OutOfMemory as error:  # this may be a member's call, whose errors end no round
+        except OutOfMemory as error:  # this may be a member's call, whose errors must not end the round
             self.feed(on.GiveUp(f"{self.machine.setup.name(self.kernels.own)} {error}"))
             raise PeerError(f"this peer {error}") from None
         return bytes(unpack(message)[1])

@@ -7,9 +7,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-GRACE_S_MIN: Final = 15.0  # longer than most cuts, and than a peer needs to notice that others are gone
+# longer than most network interruptions, and than the detection of failed peers takes
+GRACE_S_MIN: Final = 15.0
 GRACE_S_MAX: Final = 60.0
-_REFUSED_S: Final = 1.0  # where all missing electors' hosts refuse connections: their processes ended
+# grace if the hosts of all missing electors refuse connections, because their processes have ended
+_REFUSED_S: Final = 1.0
 # Part of the grace that may pass between two calls: a suspended machine does not wait.
 _AWAKE_S_MAX: Final = 2.0
 
@@ -19,7 +21,7 @@ class Grace:
 
     def __init__(self) -> None:
         self.waited_s = 0.0
-        self._seen_s: float | None = None  # last time when no quorum was found; None: there is one
+        self._seen_s: float | None = None  # last time without a quorum; None: there is one
 
     @property
     def is_running(self) -> bool:

@@ -10,8 +10,9 @@ from swarm.core.ids import Contact, PeerId
 _DISMISSED_MAX = 1024  # beyond this the head that was dismissed first is compared again
 _PEERS_MAX = 256  # beyond this the peer that was silent for the longest time is forgotten
 _ASKED_MAX = 3  # peers that are asked for the history of one head, one after the other
-# A peer that answers no call for this long has no voice any more: its records have expired by then. Too
-# large: the dead keep a newcomer from following the living; too small: who silences peers decides for it
+# A peer that answers no call for this long has no voice any more; its records have expired by then. Too
+# large: failed peers keep a newcomer from following live ones; too small: an attacker that silences peers
+# decides for it
 SILENT_S = 15.0
 
 
@@ -23,11 +24,11 @@ class KnownHeads:
         self._heard_s: dict[PeerId, float] = {}  # when each peer's report, or its record, was read last
         self._dismissed: OrderedDict[bytes, None] = OrderedDict()
         self._refused: set[PeerId] = set()  # peers whose hosts refused the last connection
-        self._silent_s: dict[PeerId, float] = {}  # since when peers answer no call
+        self._silent_s: dict[PeerId, float] = {}  # silent peers -> start of the silence
 
     def heard(self, contact: Contact, head: bytes, now_s: float) -> None:
         """Record what a peer reports. `now_s`: a monotonic clock's time."""
-        # the record of a dead peer is read again and again: only news shows that it lives
+        # the record of a failed peer is read repeatedly, so only changes show that a peer is alive
         if self._heads.get(contact.peer_id, (b"",))[0] != head:
             self.answered(contact.peer_id)
         self._heads[contact.peer_id], self._heard_s[contact.peer_id] = (head, contact), now_s

@@ -41,7 +41,7 @@ from swarm.core.identity import verify
 from swarm.core.ids import PeerId
 from swarm.core.standing import NO_SPECIFICATION, Founding
 
-# kept: cuts that last for more rounds than these are healed by comparing breaks
+# certificates kept; histories that parted for more rounds are compared by their breaks
 CERTIFICATES_MAX: Final = 256
 PARTINGS_MAX: Final = 8  # heads before breaks that are remembered after their certificates
 _DECIDING: Final = "a majority of the {} peers that decide how this run goes on"
@@ -60,15 +60,15 @@ class Lineage:
         # the empty chains at the heads before breaks whose certificates were dropped
         self._partings: deque[Chain] = deque(maxlen=PARTINGS_MAX)
         self._present: Chain | None = None  # the empty chain at the head, until it moves: asked for often
-        self._promises = Promises()  # by its votes on this head
+        self._promises = Promises()  # made by its votes on this head
         self._goodbyes: dict[PeerId, bytes] = {}  # signatures of electors of this head that have left
         self._early_goodbyes: dict[PeerId, bytes] = {}  # signatures of electors for another head than this
         self._grace = Grace()
-        # number of the first certificate of this line that this process took part in: no earlier process can
+        # number of the first certificate of this line in which this process took part; no earlier process can
         # have voted on a later head
         self._new_from: int | None = None
-        # this head was loaded, and may be older than that: this peer may have voted on it before; or others
-        # may have gone on from it while this process stood still
+        # this head was loaded and may be older: this peer may have voted on it in an earlier process, or
+        # others may have continued from it while this process was suspended
         self._restored = False
         self.growth = GrowthClock()
 
@@ -178,7 +178,7 @@ class Lineage:
             back = back * 2 if back > 1 else 2
         return found if found[-1] == known[0] else [*found, known[0]]
 
-    # ---- what it becomes
+    # ---- changes
 
     def extend(self, certificate: Certificate) -> None:
         """Take the certificate of a round that this process took part in. Raise PeerError when it extends
@@ -199,7 +199,7 @@ class Lineage:
         it. A chain without a common head replaces everything: check the whole of it before.
         """
         if chain.last_head == self.head:
-            return  # what this peer promised on this head stays
+            return  # promises on this head remain valid
         start = self._last_common(chain)
         if start is not None:
             self._return_to(chain.certificates[start].proposal.head)
@@ -443,7 +443,7 @@ class Lineage:
             root = replace(chain, certificates=())
         replace(root, certificates=theirs).check(self.run)
         if common == self.head and is_beginning:
-            return Relation.AHEAD  # voices decide whether it is followed
+            return Relation.AHEAD  # the voices decide whether to follow it
         if common == self.head:
             follows = not theirs[0].proposal.is_break or (
                 (self.is_waiting or self.own not in root.electors)

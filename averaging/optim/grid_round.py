@@ -44,7 +44,8 @@ class GridRound:
         self._weight, self._gather = plan.weight, plan.gather
         self._met: dict[PeerId, Contact] = {}
         self._averaged: RoundResult | None = None  # of the last round that succeeded
-        self._first: RoundResult | None = None  # that succeeded: into it went this peer's own values
+        # the first round that succeeded, which contains this peer's own values
+        self._first: RoundResult | None = None
         self._outcome: RoundResult | None = None
         self.made_by_electors = False  # the values are those that the electors certified, bit for bit
         self._pending: PendingRound | None = None
@@ -145,7 +146,7 @@ class GridRound:
         if ahead is None:
             return None
         found = ahead.extending(history.head, self._plan.kind, self._plan.epoch_after)
-        # the cells of a break are others than those of the rest of the swarm
+        # the cells of a break differ from those of the rest of the swarm
         allowed = (True,) if self._began_as_break else (False, history.is_break)
         return found if found is not None and found.proposal.is_break in allowed else None
 

@@ -57,18 +57,20 @@ class RunHistory:
         self.size = SwarmSize(self.own, group_size_max)
         self._lock, self._comparing, self._wake = threading.Lock(), asyncio.Lock(), ChangeEvent()
         self._lineage = Lineage(run, self.own, node.standing.founding_of(run))
-        self._left: Lineage | None = None  # what `follow` replaced
+        self._left: Lineage | None = None  # the lineage that `follow` replaced
         self._ahead: Ahead | None = None
-        self._heads, self._rounds = KnownHeads(), 0  # the latter: groups with this peer that begin or run
+        self._heads, self._rounds = KnownHeads(), 0  # `_rounds`: groups of this peer that begin or run
         self._offers = Offers(introducers, lambda: node.dht.service.companions.named_by(run, introducers))
-        self._asked: dict[PeerId, Contact] = {}  # to be asked for their history
-        self._is_break = self.waits_briefly = False  # the latter: nobody is there to wait for
-        self._epoch_s = 0.0  # how long an epoch took when a quorum was looked for last
-        self._probed_s, self._has_left = -1e9, False  # the latter: it said goodbye, and votes no more
+        self._asked: dict[PeerId, Contact] = {}  # peers to ask for their history
+        self._is_break = self.waits_briefly = False  # `waits_briefly`: there is no peer to wait for
+        self._epoch_s = 0.0  # length of an epoch at the last quorum check
+        # `_has_left`: this peer said goodbye and does not vote any more
+        self._probed_s, self._has_left = -1e9, False
         self._sleep = SleepWatch(node.clock.swarm_s)
-        self.removed = frozenset[PeerId]()  # by the run's owner: nobody waits for them; replaced as a whole
-        self.has_parted = False  # the state loaded last is of a history that lacks what this peer had done
-        self._strange: list[list[Contact]] = []  # heads that strangers report, by those to be asked
+        # electors that the run's owner removed, which are not waited for; replaced as a whole
+        self.removed = frozenset[PeerId]()
+        self.has_parted = False  # the last loaded state belongs to a history without this peer's own work
+        self._strange: list[list[Contact]] = []  # for each head that strangers report, the peers to ask
 
     # ---- this peer's state
 
@@ -186,7 +188,8 @@ class RunHistory:
 
     def restore(self, past: Chain) -> None:
         """Continue from a checkpoint's chain, which tells where it parted from other histories."""
-        valid = past.valid_part(self._run)  # checks signatures: not under the lock, for which the loop waits
+        # checks signatures, so not under the lock, for which the loop waits
+        valid = past.valid_part(self._run)
         with self._lock:
             self._lineage.adopt(valid)
             self._ahead = None

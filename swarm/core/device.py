@@ -121,6 +121,19 @@ def first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0] or type(error).__name__
 
 
+def free_bytes(device: torch.device) -> int | None:
+    """Return the memory of a device that nobody uses now; of the host for "cpu". None where it is unknown."""
+    if device.type == "cpu":
+        import psutil
+
+        return int(psutil.virtual_memory().available)
+    if device.type == "cuda":
+        import torch
+
+        return int(torch.cuda.mem_get_info(device)[0])
+    return None
+
+
 def release_cached_memory(device: torch.device) -> None:
     """Give memory that torch keeps for later allocations on `device`, and does not use now, back to the
     device.

@@ -23,7 +23,7 @@ class Bucket:
 
     bytes_per_s: float
     burst_s: float = BURST_S
-    _free_s: float = -math.inf  # when everything requested so far has passed
+    _free_s: float = -math.inf  # time at which everything requested so far has passed
 
     def __post_init__(self) -> None:
         if not 0.0 < self.bytes_per_s < math.inf:

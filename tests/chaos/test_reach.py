@@ -283,7 +283,7 @@ def test_experts_of_a_server_that_opens_no_port_are_called_through_a_relay(inter
     listening = server.wait("start", lambda event: event["event"] == "listening")
     assert (listening["addresses"], listening["reach"]) == ([], "hidden")
     reached = server.wait("relay", lambda event: "through relay" in event.get("text", ""))["text"]
-    assert reached.endswith("because it listens for calls of this machine alone")
+    assert reached.endswith("because it listens for calls from this machine only")
     name = server.wait("experts", lambda event: event["event"] == "serving")["experts"][0]
     caller = internet.start("caller", "-c", CALLER, name, address)
     assert caller.wait("answer", lambda event: event["event"] == "called")["shape"] == [4, 16]

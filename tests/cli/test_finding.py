@@ -120,7 +120,7 @@ def test_the_name_of_a_run_passes_for_an_address(capsys: pytest.CaptureFixture[s
 def test_a_name_that_fits_several_runs_says_which() -> None:
     first, second = kept("bytelm"), kept("bytelm", owner=Identity.generate())
     remember(first, 1)
-    with pytest.raises(UsageError, match="2 runs could be meant") as caught:
+    with pytest.raises(UsageError, match="2 runs match") as caught:
         remembered_entry("bytelm", None, None)
     assert first.full_name in str(caught.value)
     assert second.full_name in str(caught.value)

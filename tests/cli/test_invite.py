@@ -168,7 +168,7 @@ def test_an_invite_without_the_role_is_refused_before_it_takes_a_use(
 @pytest.mark.parametrize(
     ("options", "code", "sentence"),
     [
-        (["tiny", "--from", "swarm1abc"], 2, "this invite is damaged: copy it again"),
+        (["tiny", "--from", "swarm1abc"], 2, "this invite is damaged: copy the whole word again"),
         (["tiny"], 2, "on this machine: pass the address of a peer of it"),
         (["other", "--from", ADDRESS], 2, "has no run 'other'"),
         (["tiny", "--from", ADDRESS, "--for", "me"], 2, "is not a PeerID"),

@@ -49,7 +49,7 @@ def test_a_run_that_nobody_trains_is_recovered_on_disk(
     store.save(known)
     assert main(["identity", "--create"]) == 0
     assert main(["recover", "tiny", "--recovery-key", str(key)]) == 0
-    assert "nobody was told" in capsys.readouterr().out
+    assert "no member was informed" in capsys.readouterr().out
     stored = store.load(known.run_id)
     assert stored is not None
     assert stored.owner == Identity.read(home / "identity").peer_id

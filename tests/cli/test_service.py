@@ -78,7 +78,7 @@ def test_an_agent_of_launchd_is_a_property_list_with_the_command(home: Path) -> 
     [
         (["install", "bytelm", "--bogus"], "--bogus"),
         (["install", "bytelm", "--daily", "x"], "a size is written like 4G"),
-        (["install", "/ip4/127.0.0.1/tcp/1/tls/http/p2p/12D3"], "an address does not say which run it is"),
+        (["install", "/ip4/127.0.0.1/tcp/1/tls/http/p2p/12D3"], "an address does not name a run"),
         (["install", "bytelm", "--as", "a/b", "--no-start"], "letters, digits, dots"),
         (["remove"], "no service is installed"),
         (["logs", "--as", "other"], "there is no service 'other'"),

@@ -213,7 +213,7 @@ def test_the_copy_on_disk_keeps_what_is_known_and_the_steps_of_the_pauses() -> N
 def test_a_malformed_ledger_changes_nothing(document: Any) -> None:
     ledger = ledger_of_members()
     before = ledger.encode()
-    with pytest.raises(PeerError, match="no ledger"):
+    with pytest.raises(PeerError, match="not a ledger"):
         ledger.load(document)
     assert ledger.encode() == before
 

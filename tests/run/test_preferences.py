@@ -68,7 +68,7 @@ def test_a_file_that_cannot_be_understood_is_named_with_what_is_wrong(
 @pytest.mark.parametrize(
     ("key", "text", "said"),
     [
-        ("dayly", "5G", "'dayly' is no preference; there are: hours"),
+        ("dayly", "5G", "'dayly' is not a preference; these exist: hours"),
         ("daily", "x", "daily: a size is written like 4G or 800M, not 'x'"),
         ("cpu", "much", "cpu is a number, not 'much'"),
         ("cpu", "120%", "cpu must be less than or equal to 100"),

@@ -96,7 +96,7 @@ def test_a_trained_grid_is_exported_and_goes_on_on_other_servers(tmp_path: Path)
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["grid.ffn"], "say where to write"),
+        (["grid.ffn"], "no place to write to was given"),
         (["grid.ffn", "--checkpoint", "x"], "--from"),
     ],
 )

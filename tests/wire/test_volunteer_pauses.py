@@ -52,10 +52,13 @@ def test_a_pause_frees_the_memory_and_training_goes_on_from_the_swarms_state(
         two.asked = ""
         place = two.wait(events.Resumed)
         two.wait(events.Resynchronised, lambda event: event.loaded, since=place)
-        place = two.wait(events.EpochDone, lambda event: event.peers == 2, since=place)
-        mine = two.events[place]
-        place = one.wait(events.EpochDone, lambda event: event.epoch == mine.epoch, since=paused_at)
-        assert mine.digest == one.events[place].digest
+        mine = two.events[two.wait(events.EpochDone, lambda event: event.peers == 2, since=place)]
+        assert isinstance(mine, events.EpochDone)
+        one.wait(
+            events.EpochDone,
+            lambda event: (event.epoch, event.digest) == (mine.epoch, mine.digest),
+            since=paused_at,
+        )
         assert held()
         one.stop.set()
         two.stop.set()

@@ -31,29 +31,29 @@ from swarm.core.presets import WAN
 
 PEERS_MAX = 4096
 _GAIN = 0.25  # weight of the newest observation in the running mean and deviation
-# this many accounts are paid in full; beyond it they share. With steps of at most a quarter of an epoch,
-# waiting for peers of similar speed takes less
+# This many accounts are credited in full; above it they share the credit. With steps of at most a quarter of
+# an epoch, waiting for peers of similar speed needs less
 _ACCOUNTS_PAID_MAX = 3.0
-# of what one peer's account is paid: for all strangers together. Too small: newcomers that are late by a step
-# miss more rounds; too large: identities that cost nothing slow the run
+# Fraction of one peer's credit that all strangers get together. Too small: newcomers that are late by a step
+# miss more rounds; too large: free identities slow down the run
 _STRANGERS_SHARE = 0.25
-_ACCOUNT_PAYMENTS_MAX = 10.0  # a full account holds this many payments: the average is over as many rounds
+_ACCOUNT_PAYMENTS_MAX = 10.0  # a full account holds this many credits, so the average is over as many rounds
 
 
 # added to the observed lateness, for noise of training steps and a starved processor. Too small: a punctual
 # peer is left out
 MARGIN_S = 2.5
 GRACE_S_MAX = 10.0  # upper bound for every peer, however late it used to be
-# the part of it that a group waits for a peer which it does not know, if that is longer than the time in the
-# preset: where long waits pay, peers also start late
+# Share of it for which a group waits for an unknown peer, if that is longer than the preset's time: in runs
+# where long waits are worthwhile, peers also start late
 UNKNOWN_PEER_SHARE = 1 / 6
 
 
 @dataclass(slots=True)
 class _Lateness:
-    account_s: float  # how long searches may wait for it
+    account_s: float  # seconds for which searches may wait for the peer
     usual: DelayEstimate | None = None  # of its lateness; None: never seen
-    misses: int = 0  # rounds in a row that began without it while it was idle
+    misses: int = 0  # consecutive rounds that began without it while it was idle
 
 
 class GracePeriod:
@@ -81,7 +81,7 @@ class GracePeriod:
         self._unknown_peer_s = max(unknown_peer_s, UNKNOWN_PEER_SHARE * grace_s_max)
         self._observed: OrderedDict[PeerId, _Lateness] = OrderedDict()
         self._strangers_s = self._unknown_peer_s  # the account of all strangers together
-        self._paid_s: float | None = None  # until when the time was paid into the accounts
+        self._paid_s: float | None = None  # time up to which accounts were credited
 
     def grace_s(self, peer_id: PeerId) -> float:
         """Return how long after this peer's own arrival `peer_id` may still come, in seconds. Each

@@ -15,12 +15,12 @@ from swarm.core.ids import PeerId
 from swarm.core.notify import ChangeEvent
 
 _CONCURRENT_MAX = 16
-STRANGERS_MAX = 32  # strangers waiting for a report; those that waited longest are left to read the DHT
-# Between two batches of reports to strangers. Larger: newcomers to a run with short epochs learn later that
-# one is full.
+STRANGERS_MAX = 32  # strangers waiting for a report; above this, those that waited longest must read the DHT
+# Interval between batches of reports to strangers. Larger: newcomers to a run with short epochs learn later
+# that an epoch is full.
 STRANGERS_PAUSE_S = 0.5
-# The same after batches of which most did not answer. Each of those costs a TLS handshake that fails, and
-# identities are free. Larger: honest newcomers among them read in the DHT what they would have been told.
+# The same interval after batches without most answers. Each missing answer costs a failed TLS handshake, and
+# identities are free. Larger: honest newcomers among them must read the DHT instead.
 SILENT_PAUSE_S_MAX = 16.0
 
 
@@ -31,7 +31,7 @@ class ReportSender:
         """`report(peer, full, goodbye)` sends one report, and returns whether the peer answered."""
         self._report = report
         self._backoff = Backoff(2 * STRANGERS_PAUSE_S, SILENT_PAUSE_S_MAX)
-        self._strangers: dict[PeerId, None] = {}  # that get the next reports
+        self._strangers: dict[PeerId, None] = {}  # strangers that get the next reports
         self._full = False  # those reports say that the epoch is full
         self._wake = ChangeEvent()
 
