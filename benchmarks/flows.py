@@ -1,10 +1,11 @@
-"""Count the files, classes and functions that a reader passes who follows one operation through the source.
+"""Count the files, classes and functions that a reader passes when following one operation through the
+source.
 
 `python -m benchmarks.flows` runs four operations under the interpreter's profiler and prints a table; with
 `--list` also the files. The first three operations have both ends in one process, so the callee counts, too.
 A file counts when one of its functions is called. Files whose classes are only defined while the operation
-imports them have a column of their own: a reader who follows the calls does not come by them. So have files
-that are called anyway while the same peers do nothing, such as the DHT's upkeep.
+imports them have a column of their own: a reader who follows the calls does not see them. So have files that
+are called anyway while the same peers do nothing, such as the DHT's upkeep.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ class RoundCalls:
         try:
             await work(effect)
         except UsageError as error:
-            driver.feed(on.GiveUp(f"{name} cannot go on: {error}"))
+            driver.feed(on.GiveUp(f"{name} cannot continue: {error}"))
         except OutOfMemory as error:
             driver.feed(on.GiveUp(f"{name} {error}"))
 

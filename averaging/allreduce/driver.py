@@ -138,7 +138,7 @@ class RoundDriver:
         except* _RoundOver:
             pass
         except* UsageError as errors:  # the node was closed meanwhile
-            self.feed(on.GiveUp(f"{name} cannot go on: {first_error(errors)}"))
+            self.feed(on.GiveUp(f"{name} cannot continue: {first_error(errors)}"))
         except* OutOfMemory:
             self.feed(on.GiveUp(f"{name} {self.offload.out_of_memory}"))
         finally:
@@ -347,7 +347,7 @@ class RoundDriver:
 
     def _end_senders(self) -> None:
         """End the streams of other members that would otherwise outlive the round. Those that still give
-        averages of a committed round to slower members go on, for as long as the round might have taken.
+        averages of a committed round to slower members continue, for as long as the round might have taken.
         """
         finish = self.machine.finished
         goes_on = finish is not None and not finish.failure and len(self.averages) == len(self.own_chunks)

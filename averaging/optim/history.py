@@ -204,7 +204,7 @@ class RunHistory:
 
     def lacks_certificate(self, now_s: float) -> None:
         """Record that the electors do not certify what the cells have averaged. Call it every second or so:
-        after the grace this peer goes on with a break.
+        after the grace this peer continues with a break.
         """
         with self._lock:
             self._is_break = self._lineage.may_break(now_s, 0.0)
@@ -303,7 +303,7 @@ class RunHistory:
         return certified is not None and repeatable
 
     def keep_up(self) -> None:
-        """Follow the swarm's history, if it went on, on behalf of a peer that has no state."""
+        """Follow the swarm's history, if it continued, on behalf of a peer that has no state."""
         if (ahead := self.ahead) is not None:
             self.follow(ahead)
             self.settle()

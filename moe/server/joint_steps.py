@@ -54,9 +54,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _REFRESH_S = 5.0  # interval at which the directory is read
-_REFRESH_S_MIN = 0.5  # however many peers call that are not known
+_REFRESH_S_MIN = 0.5  # lower limit, even if many unknown peers call
 _READ_TIMEOUT_S = 5.0
-_TELL_TIMEOUT_S = 2.0  # then a replica is left out until the next look
+_TELL_TIMEOUT_S = 2.0  # timeout of a replica, which is then left out until the next refresh
 _HOLD_S = 15.0  # a pass waits this long for a step, then its caller may ask another replica
 _ROUND_TIMEOUT_S = 10.0
 _ROUNDS_MAX = 2  # failed rounds with the same replicas, after which this one steps without them
@@ -90,6 +90,7 @@ class JointExpert:
         self._telling = asyncio.Lock()
         self._to_tell = self._told = 0
         self._busy = False  # a step is being made, or a state taken over
+        self._halted = False
         self._before: BatchCount | None = None  # this one's count when the round began
         self._failed_rounds = 0
         self._averager: Averager | None = None
@@ -167,6 +168,10 @@ class JointExpert:
             self._met_unknown.notify()
         return self._own
 
+    def halt(self) -> None:
+        """Begin nothing any more. Any thread may call it."""
+        self._halted = True
+
     def close(self) -> None:
         """Leave the group. Must not be called on the network thread."""
         if self._averager is not None:
@@ -211,7 +216,7 @@ class JointExpert:
         apart = self._counts.apart(own, self._node.clock.monotonic_s())
         together = self._counts.together(own)
         expert.is_joint = bool(together or apart) and expert.target_batch_size > 0
-        if not self._busy:
+        if not self._busy and not self._halted:
             work = None
             if expert.is_joint and self._is_behind(own):
                 work = self._catch_up
@@ -279,7 +284,7 @@ class JointExpert:
                 self._counts.distrust(invented_by, now_s, gravely=True)
             elif (verdict := self._judge(result, announced)).excessive or not self._completes(verdict):
                 _log.warning("%s made no joint step: its replicas brought too little, or too much", self._uid)
-                # who was not in the round may be late: once is an accident
+                # a replica that is missing in one round may only be late
                 self._failed_rounds += 1
                 absent = verdict.unkept - set(result.peers)
                 late = absent if self._failed_rounds < _ROUNDS_MAX else frozenset[PeerId]()
@@ -340,7 +345,7 @@ class JointExpert:
         with expert.lock:
             own = self._before = self._own
             taken = expert.take_batch(self._tensors)
-        # one huge request counts as much as a replica may bring
+        # a huge request counts at most with a replica's limit
         most = TARGETS_PER_REPLICA_MAX * expert.target_batch_size
         pending = None
         try:
@@ -454,6 +459,8 @@ class JointSteps:
 
     def close(self) -> None:
         """Leave all groups. Must not be called on the network thread."""
+        for one in self.experts.values():
+            one.halt()  # a step that is due would be begun again and again, without a thread to make it
         self._threads.shutdown(wait=False, cancel_futures=True)
         for one in self.experts.values():
             one.close()

@@ -90,7 +90,7 @@ class Faults:
             self._later(lasting_s, self._restore_link)
         elif kind == "clock":
             clock = self._chance.choice(self._swarm.members).peer.clock
-            # as if a user had set it; the peer corrects it by the clocks of others
+            # as if set by a user; the peer corrects it with the clocks of others
             clock.skew_s += self._chance.uniform(-120.0, 120.0)
             clock.drift = self._chance.uniform(-1e-4, 1e-4)
         else:

@@ -1,9 +1,9 @@
-"""Members that turn bad and strangers that claim samples, in a simulated training: how many epochs a
-minute the honest peers still make.
+"""Hostile members, and strangers that claim samples, in a simulated training: the epochs per minute that the
+honest peers still complete.
 
-A bad member is a process of the swarm whose rounds, votes or groups are sabotaged. A stranger is less than a
-process: it answers what keeps it in the reports and groups of others, and does no work. Everything follows
-from the seed.
+A hostile member is a process of the swarm with manipulated rounds, votes or groups. A stranger is less than a
+process: it sends only the answers that keep it in the reports and groups of others, and does no work.
+Everything follows from the seed.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Attack:
     """Settings of one simulated attack; equal settings give equal runs."""
 
     seed: int = 1
-    members: int = 4  # bad ones included
+    members: int = 4  # all members, including hostile ones
     misdeed: Misdeed = "none"
     elements: int = 8192  # of the model; few: one member reduces them all
-    bad: int = 1  # members that commit the misdeed: the most senior ones but the first
+    bad: int = 1  # number of attackers: the most senior members except the first
     strangers: int = 0
     victim_is_new: bool = False  # it joins when the attack begins
     epoch_s: float = 16.0  # of all members together
@@ -76,7 +76,7 @@ class AttackFigures:
 
 
 class Stranger:
-    """A peer that claims a number of samples that no computer can have, joins groups, and sends nothing."""
+    """A peer that claims an impossible number of samples, joins groups, and sends nothing."""
 
     def __init__(self, peer: SimulatedPeer, victims: Callable[[], list[TrainingPeer]]) -> None:
         """`victims` returns the honest processes."""
@@ -97,7 +97,7 @@ class Stranger:
         return state_pb2.ReportReply(claim=self._claim)
 
     def _follow(self, claim: state_pb2.Claim) -> None:
-        """Claim to be where an honest peer is."""
+        """Claim the epoch and head of an honest peer."""
         now_s = self._peer.clock.swarm_s()
         if claim.epoch >= self._claim.epoch:
             self._claim.epoch, self._claim.head = claim.epoch, claim.head
@@ -243,7 +243,9 @@ class _AttackRun:
             self._ledger.read(one, asyncio.get_running_loop().time())
 
     def _turn_bad(self) -> None:
-        """Turn the most senior members but the first bad; their victim is the most junior of the others."""
+        """Make the most senior members except the first hostile; their victim is the most junior of the
+        others.
+        """
         everybody = list(self._swarm.live.values())
         bad = everybody[1 : 1 + self._attack.bad]
         self._bad = frozenset(one.peer.peer_id for one in bad)

@@ -198,7 +198,7 @@ def test_a_download_from_a_single_frozen_donor_fails() -> None:
 
 
 def test_a_download_resumes_after_a_broken_connection_without_fetching_a_chunk_twice() -> None:
-    """The joiner's cable is out for ten seconds, while the swarm goes on to another epoch: donors keep
+    """The joiner's cable is out for ten seconds, while the swarm continues to another epoch: donors keep
     leased states.
     """
 

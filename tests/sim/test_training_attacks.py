@@ -47,16 +47,14 @@ def test_a_member_of_four_that_turns_bad_costs_a_tenth_at_most_after_three_round
     assert not figures.blamed, "no honest member passes another one over"
 
 
-def test_a_member_of_four_that_waits_for_ever_is_given_up_and_costs_a_tenth_at_most_afterwards() -> None:
+def test_a_member_of_four_that_waits_forever_is_given_up_and_costs_a_tenth_at_most_afterwards() -> None:
     """Before, a reducer that said every other second that it waits stopped the run: no epoch in three
     minutes, and honest members passed one another over. It still costs most of a round's time when it is in
     one, which is 42 s of 60, so what counts begins after its first three rounds.
     """
-    figures = run_attack(
-        Attack(members=4, misdeed="waits for ever", minutes=7.0, calm_s=20.0, rounds_free=10)
-    )
+    figures = run_attack(Attack(members=4, misdeed="waits forever", minutes=7.0, calm_s=20.0, rounds_free=10))
     share = figures.epochs_per_minute / without_attack(4).epochs_per_minute
-    print(f"waits for ever: {figures}, {share:.0%} of no attack")
+    print(f"waits forever: {figures}, {share:.0%} of no attack")
     assert figures.epochs >= 5
     assert share >= SHARE_WITH_BAD_MEMBER
     assert not figures.blamed

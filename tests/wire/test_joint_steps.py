@@ -169,7 +169,7 @@ def test_a_replica_that_joins_while_others_train_gathers_with_them(replicas: Rep
     replicas.check(7)
 
 
-def test_a_replica_whose_other_one_is_lost_goes_on_alone(replicas: Replicas) -> None:
+def test_a_replica_whose_other_one_is_lost_continues_alone(replicas: Replicas) -> None:
     for _ in range(2):
         replicas.serve()
     replicas.meet()
@@ -245,3 +245,28 @@ def test_a_replica_that_invents_gradients_moves_the_only_other_one_no_further(re
     assert honest.lineage.version <= 4
     for old, now in zip(before, honest.module.parameters(), strict=True):
         assert (now - old).abs().max() < 1.0
+
+
+class Complete(swarm.Expert):
+    """A replica whose batch is always complete."""
+
+    @property
+    def counted(self) -> int:
+        return TARGET
+
+
+def test_a_server_that_was_closed_begins_no_step(
+    replicas: Replicas, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: a step that was due when its server closed was begun again without end, while its node
+    continued: it fails at once, since no thread is left to make it.
+    """
+    server = replicas.serve(Complete(copy.deepcopy(network()), (torch.zeros(1, 16),), sgd))
+    server.close()
+
+    async def look() -> None:
+        await server.joint.refresh()
+        await asyncio.sleep(0.3)
+
+    server.node.network.run(look(), 10.0)
+    assert "a joint step of an expert failed" not in caplog.text

@@ -54,7 +54,7 @@ def test_a_relay_that_holds_circuits_back_delays_no_call_for_which_there_is_anot
 
         async def held_back(circuit: Circuit) -> MuxedStream:
             await never.wait()
-            raise AssertionError("nobody lets it go on")
+            raise AssertionError("nobody lets it continue")
 
         service.open_circuit = held_back  # type: ignore[method-assign]
         hidden, caller = await scene.hidden(slow, honest), await scene.caller()

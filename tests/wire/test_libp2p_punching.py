@@ -93,7 +93,7 @@ def test_a_relayed_connection_is_replaced_and_ends_with_its_last_stream(
         await talks(direct, data)
         await talks(back, data)
         assert service.relay.carried_bytes - before < 10_000  # pings
-        # what was under way on the relay goes on there
+        # what was under way on the relay continues there
         await asyncio.sleep(0.5)
         await running.write(data)
         assert await running.read_exactly(len(data)) == data

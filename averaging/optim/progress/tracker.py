@@ -210,7 +210,7 @@ class Tracker:
         self._request_refresh()
 
     def pause(self, samples: int, paused: bool) -> None:
-        """Report that all training is paused, with this peer's `samples`, or that all go on: the pause of
+        """Report that all training is paused, with this peer's `samples`, or that all continue: the pause of
         other peers then does not count as a hang.
         """
         with self._lock:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from swarm.core.avoidance import Avoidance
 from swarm.core.ids import PeerId
 
-# a replica whose parameters stay others' than ours this long is left out: it may be hostile, or lost
+# a replica whose parameters differ from this one's for this long is left out: it may be hostile, or lost
 _APART_S_MAX = 5.0
-# One replica counts for at most this many target batches in a step: an honest one takes no further passes
-# once the batch is complete, and goes beyond it by one request.
+# One replica counts for at most this many target batches in a step. An honest one accepts no further passes
+# once the batch is complete, and exceeds it by at most one request.
 TARGETS_PER_REPLICA_MAX = 2
 # A replica that announced samples and did not bring them is not counted for this long; four times as long
 # each further time, at most half a day.

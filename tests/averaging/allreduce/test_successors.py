@@ -32,7 +32,7 @@ class Observed:
         self.held: dict[int, dict[int, Version]] = {place: {} for place in setup.members}
         self.asked: list[tuple[float, int]] = []  # when a question that may wait was asked, and which member
         self.fetched: dict[int, Version] = {}
-        self.unsealed: set[int] = set()  # members that say for ever that averages are on their way to them
+        self.unsealed: set[int] = set()  # members that say forever that averages are on their way to them
         self.took_over: dict[int, float] = {}  # by chunk: when the values of others were fetched
         self._waiting: list[tuple[float, do.AskInventory]] = []
         self._perform(self.machine.begin())
@@ -124,7 +124,7 @@ def test_a_successor_is_passed_over_that_stops_in_the_middle() -> None:
     assert 20.0 + 30.0 < one.took_over[one.chunks[1]] < 20.0 + PATIENCE_MAX_S
 
 
-def test_a_successor_does_not_wait_for_a_member_that_says_for_ever_that_averages_come_to_it() -> None:
+def test_a_successor_does_not_wait_for_a_member_that_says_forever_that_averages_come_to_it() -> None:
     """Before, no chunk of the lost reducer was reduced again until the round failed at its deadline."""
     one = Observed(round_setup(IDENTITIES, clients=[3], deadline_s=60.0))
     one.unsealed = {1}

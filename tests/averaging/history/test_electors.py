@@ -226,7 +226,7 @@ def test_after_a_break_the_contributors_inherit_that_the_history_knows_best(
     assert electors_after(electors, register, contributors, is_break=True)[0] == heirs
 
 
-def test_identities_that_contribute_once_displace_no_newcomer_that_goes_on() -> None:
+def test_identities_that_contribute_once_displace_no_newcomer_that_continues() -> None:
     found = rounds([A], SETTLED, [A, B])
     for start in range(0, 180, 60):
         found = electors_after(*found, [A, B, *CROWD[start : start + 60]], is_break=True)

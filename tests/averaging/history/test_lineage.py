@@ -113,7 +113,7 @@ def test_a_peer_that_lags_in_a_history_longer_than_what_is_kept_gets_exactly_wha
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_the_side_that_went_on_without_a_break_continues(order: tuple[int, int]) -> None:
+def test_the_side_that_continued_without_a_break_continues(order: tuple[int, int]) -> None:
     a, b, c, _ = together([A, B, C, D], 2)
     step([a, b], [A, B])  # half of them, with the most senior
     step([c], [C, D], is_break=True)
@@ -191,7 +191,7 @@ def test_a_stranger_cannot_lead_a_peer_away_with_a_break() -> None:
     assert relation(a, stranger) is Relation.LOSES
 
 
-def test_a_peer_that_waits_for_a_quorum_follows_an_elector_that_went_on_with_a_break() -> None:
+def test_a_peer_that_waits_for_a_quorum_follows_an_elector_that_continued_with_a_break() -> None:
     a, b, c = together([A, B, C], 2)
     step([c], [C], is_break=True)
     assert relation(a, c) is Relation.LOSES  # it has not missed a quorum
@@ -308,7 +308,7 @@ def test_a_peer_that_is_a_quorum_by_itself_abstains_after_a_sleep(
     assert bool(one.refusal(upon(one, electors), b"x" * 32)) is abstains
 
 
-def test_a_peer_that_has_slept_follows_the_elector_that_went_on_with_a_break() -> None:
+def test_a_peer_that_has_slept_follows_the_elector_that_continued_with_a_break() -> None:
     a, b = together([A, B], 2)
     b.extend(alone(b, is_break=True))
     assert a.relation(b.chain()) is Relation.LOSES

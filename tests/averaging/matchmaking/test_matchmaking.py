@@ -394,7 +394,7 @@ def test_a_group_with_wrong_values_of_this_peer_is_refused() -> None:
         0.01,
     )
     assert outcome(bench.machine.poll(0.01)) is None
-    assert isinstance(outcome(bench.machine.poll(10.0)), SearchFailed), "it went on searching"
+    assert isinstance(outcome(bench.machine.poll(10.0)), SearchFailed), "it continued searching"
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf"), 1e13])

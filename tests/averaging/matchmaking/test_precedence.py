@@ -69,7 +69,7 @@ def precedence(
         ((5, 6, 7), (6,), (7,), False),  # the other one has left
         ((7, 8, 9), (6,), (), True),  # a stranger, beside electors
         ((7, 8, 9), (6,), (7, 8, 9), False),  # all electors are gone
-        ((5,), (6,), (), True),  # a founder goes on alone
+        ((5,), (6,), (), True),  # a founder continues alone
         ((7, 8, 9), (7,), (), True),  # in the eyes of a newcomer
     ],
 )
@@ -84,7 +84,9 @@ def test_a_peer_is_passed_over_only_if_the_others_can_do_without_it(
 
 @pytest.mark.parametrize("seed", range(50))
 def test_electors_that_pass_over_others_are_always_a_majority(seed: int) -> None:
-    """Two groups of electors that pass over each other cannot both go on, whatever each of them believes."""
+    """Two groups of electors that pass over each other cannot both continue, whatever each of them
+    believes.
+    """
     rng = random.Random(seed)
     electors = list(range(1, 1 + rng.randrange(1, 9)))
     taken = []

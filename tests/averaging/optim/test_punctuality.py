@@ -80,7 +80,7 @@ def test_a_peer_with_late_samples_waits_at_any_speed() -> None:
     assert longest_wait_s(view(160.0, [160.0], samples=0), OWN, 8, has_late_samples=True) == 0.0
 
 
-def test_a_slow_peer_expects_that_the_others_went_on_since_their_last_report() -> None:
+def test_a_slow_peer_expects_that_the_others_continued_since_their_last_report() -> None:
     # the reports are of the beginning of the epoch, which is nearly over by now
     reported = view(8.0, [160.0, 160.0], samples=0, age_s=0.9)
     assert longest_wait_s(reported, OWN, 2, has_late_samples=False) > 0.0

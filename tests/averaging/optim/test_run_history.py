@@ -150,7 +150,7 @@ def alive(history: RunHistory, *numbers: int) -> None:
         history.heard(contact(number), HEAD)
 
 
-def test_peers_go_on_soon_when_all_electors_have_said_goodbye() -> None:
+def test_peers_continue_soon_when_all_electors_have_said_goodbye() -> None:
     """The founder may leave before anybody else is an elector."""
 
     async def play() -> None:
@@ -417,7 +417,7 @@ def test_a_group_that_did_not_begin_keeps_no_elector_from_voting(ends: str) -> N
 @pytest.mark.parametrize("is_signed", [True, False])
 def test_goodbyes_are_learned_from_others(*, is_signed: bool) -> None:
     """Regression test: a peer that was not at the head yet when an elector left waited for it for the grace,
-    and went on with a break, beside another one that knew of the goodbye and searched without.
+    and continued with a break, beside another one that knew of the goodbye and searched without.
     """
 
     async def play() -> None:
@@ -434,9 +434,9 @@ def test_goodbyes_are_learned_from_others(*, is_signed: bool) -> None:
 
 @pytest.mark.parametrize("wins", [True, False])
 def test_a_history_that_loses_against_what_a_peer_has_committed_since_is_not_followed(*, wins: bool) -> None:
-    """Regression test: a peer that waited for a quorum was to follow others that had gone on with a break. It
-    committed a break of its own, which won against theirs, and followed them none the less: nobody was left
-    who had the state of the history that continues.
+    """Regression test: a peer that waited for a quorum was to follow others that had continued with a break.
+    It committed a break of its own, which won against theirs, and followed them none the less: nobody was
+    left who had the state of the history that continues.
     """
 
     async def play() -> None:
