@@ -300,7 +300,7 @@ def test_replicas_of_an_expert_start_equal_and_other_experts_differ() -> None:
     ("options", "members", "guests", "bounds"),
     [
         ((), "invited", "call", (None, None)),
-        (("--open",), "open", "call", (None, None)),
+        (("--open",), "open", "call", (1.0, 0.1)),
         (("--open-training",), "invited", "train", (1.0, 0.1)),
         (("--open-training", "--clip-norm", "5"), "invited", "train", (5.0, 0.1)),
     ],

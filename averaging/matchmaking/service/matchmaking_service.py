@@ -277,7 +277,7 @@ class GroupService:
         members that kept it from going well.
         """
         for peer_id, reason in faults.items():
-            self.ledger.fault(peer_id, reason)
+            self.ledger.fault(peer_id, reason, committed=committed)
         for peer_id, lie in accused.items():
             self.blocklist.block(peer_id, lie)
         self.machine.round_over(committed=committed, left_out=left_out, now_s=self._clock.monotonic_s())

@@ -397,8 +397,8 @@ class Tracker:
         """
         counted = self._counted(peers)
         members, strangers = (
-            [peer for peer in self._records.relays(one) if among is None or peer in among]
-            for one in (counted, [peer for peer in peers if peer not in counted])
+            [peer for peer in self._records.relays(one, known) if among is None or peer in among]
+            for one, known in ((counted, ()), ([peer for peer in peers if peer not in counted], counted))
         )
         self._sender.send_to_strangers(strangers, full=full)
         await self._sender.send(members, full=full)

@@ -248,6 +248,32 @@ def test_nobody_waits_for_the_histories_that_strangers_claim_to_have(strangers: 
     run_virtual(play())
 
 
+def test_strangers_that_claim_histories_and_do_not_answer_are_asked_twice_a_second_at_most() -> None:
+    """Regression: heads that nobody has, at an address of somebody else, cost a member a hundred handshakes a
+    second.
+    """
+
+    class Refusing(HangingStrangers):
+        async def call(self, peer: Contact, method: Any, request: Any, *, timeout_s: float) -> Any:
+            self.calls.append(peer.peer_id)
+            await asyncio.sleep(0.01)
+            raise NetworkError("it is another peer")
+
+    async def play() -> None:
+        calls = Refusing()
+        history = history_with(calls)
+        history.restore(Chain(head=HEAD, electors=(contact(2).peer_id, contact(1).peer_id), certificates=()))
+        fetching = asyncio.create_task(history.run())
+        for _ in range(120):  # a minute
+            for number in range(10, 110):
+                history.heard(contact(number), number.to_bytes(32, "big"))
+            await asyncio.sleep(0.5)
+        assert 100 <= len(calls.calls) <= 130
+        fetching.cancel()
+
+    run_virtual(play())
+
+
 RESULT = bytes(32)
 
 
