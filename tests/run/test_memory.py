@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from importlib.machinery import ModuleSpec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,6 +69,17 @@ def test_on_cuda_training_counts_for_the_device_and_state_copies_for_the_host() 
     assert apart.device_bytes >= (4 + 4 + 8 + 4) * PARAMETERS
     assert apart.host_bytes - (2 << 30) < both.host_bytes - (400 << 20)
     assert per_parameter(of(on_cuda=True, saves=True), apart) == (pytest.approx(1.1 * 2 * 12), 0.0)
+
+
+def test_the_libraries_of_a_cuda_build_count_where_the_model_is_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lib").mkdir()
+    spec = ModuleSpec("torch", None, origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr("swarm.run.memory.find_spec", lambda name: spec)
+    of_cpu_build = of().host_bytes
+    (tmp_path / "lib" / "libtorch_cuda.so").touch()
+    assert of().host_bytes >= of_cpu_build + (200 << 20)
 
 
 def test_the_required_memory_of_the_owner_is_a_lower_bound() -> None:
