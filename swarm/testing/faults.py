@@ -108,7 +108,7 @@ class Faults:
             await self._return(member)
 
     async def churn(self, until_s: float) -> None:
-        """Crash peers for good, `churn_share` of them in ten minutes, and let as many new peers join."""
+        """Crash peers permanently, `churn_share` of them in ten minutes, and let as many new peers join."""
         loop = asyncio.get_running_loop()
         wait_s = CHURN_S / (self._config.churn_share * len(self._swarm.live))
         while loop.time() + wait_s < until_s:

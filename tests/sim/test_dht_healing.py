@@ -153,7 +153,7 @@ def test_a_one_way_partition_hides_no_record_and_heals() -> None:
 
 
 def test_an_isolated_peer_rejoins_through_its_book() -> None:
-    """All of the peer's bootstrap peers are gone for good, and it has been without any contact for two
+    """All of the peer's bootstrap peers are gone permanently, and it has been without any contact for two
     hours.
     """
 

@@ -1,5 +1,5 @@
-"""Members that turn bad, and strangers that claim samples and send nothing: epochs a minute that the honest
-peers still make, in whole simulated trainings. `swarm/testing/training_attacks.py` has the attacks.
+"""Hostile members, and strangers that claim samples and send nothing: epochs a minute that the honest peers
+still make, in whole simulated trainings. `swarm/testing/training_attacks.py` has the attacks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def without_attack(members: int) -> AttackFigures:
         "withholds its votes",
     ],
 )
-def test_a_member_of_four_that_turns_bad_costs_a_tenth_at_most_after_three_rounds(misdeed: Misdeed) -> None:
+def test_a_hostile_member_of_four_costs_at_most_a_tenth_after_three_rounds(misdeed: Misdeed) -> None:
     """Before, a leader that never began its group stopped the run, and the rest came back each round."""
     figures = run_attack(Attack(members=4, misdeed=misdeed, minutes=3.0, calm_s=20.0))
     share = figures.epochs_per_minute / without_attack(4).epochs_per_minute
@@ -49,7 +49,7 @@ def test_a_member_of_four_that_turns_bad_costs_a_tenth_at_most_after_three_round
     assert not figures.blamed, "no honest member passes another one over"
 
 
-def test_a_member_of_four_that_waits_forever_is_given_up_and_costs_a_tenth_at_most_afterwards() -> None:
+def test_a_member_of_four_that_waits_forever_is_marked_failed_and_costs_at_most_a_tenth_afterwards() -> None:
     """Before, a reducer that said every other second that it waits stopped the run: no epoch in three
     minutes, and honest members passed one another over. It still costs most of a round's time when it is in
     one, which is 42 s of 60, so what counts begins after its first three rounds.

@@ -82,7 +82,7 @@ def test_equal_histories_are_the_same_and_a_shorter_one_is_behind() -> None:
     assert (relation(a, b), relation(b, a)) == (Relation.BEHIND, Relation.AHEAD)
 
 
-def test_a_peer_that_slept_for_many_rounds_is_behind_and_one_for_too_many_unrelated() -> None:
+def test_a_peer_that_slept_for_many_rounds_is_behind_and_for_too_many_rounds_unrelated() -> None:
     a, b = together([A, B], 3)
     for _ in range(CERTIFICATES_MAX - 1):
         step([a], [A])
@@ -260,7 +260,7 @@ def test_a_lineage_votes_on_its_own_head_only() -> None:
     assert "another head" in a.refusal(about, b"x" * 32)
 
 
-def test_an_elector_that_was_restored_does_not_vote_on_the_head_that_it_had_been_an_elector_of() -> None:
+def test_a_restored_elector_does_not_vote_on_its_former_head() -> None:
     b = together([A, B], 2)[1]
     again = lineage(A)
     again.adopt(b.chain())
@@ -278,7 +278,7 @@ def test_loading_the_present_head_again_keeps_the_promise() -> None:
     assert a.is_promised
 
 
-def test_the_grace_is_counted_while_this_peer_is_awake_and_begins_anew_with_a_quorum() -> None:
+def test_the_grace_counts_only_awake_time_and_restarts_after_a_quorum() -> None:
     a, _ = together([A, B], 1)
     assert not a.may_break(0.0, epoch_s=20.0)
     assert not a.may_break(3600.0, epoch_s=20.0)  # it was suspended

@@ -62,7 +62,7 @@ def test_a_peer_with_short_steps_or_of_usual_speed_does_not_wait() -> None:
     assert longest_wait_s(usual, OWN, 80, has_late_samples=False) == 0.0
 
 
-def test_others_are_told_how_long_a_step_takes_or_not_to_wait_for_one_of_more_than_an_epoch() -> None:
+def test_a_peer_reports_the_length_of_its_step_and_is_not_waited_for_beyond_an_epoch() -> None:
     # an epoch of the others takes a second
     slow = view(8.0, [160.0, 160.0], samples=0)
     assert absence_s(slow, OWN, 2) == pytest.approx(0.25)
