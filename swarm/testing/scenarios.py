@@ -28,6 +28,7 @@ from swarm.testing.dht_swarm import DhtSwarm
 from swarm.testing.faults import FaultConfig, Faults
 from swarm.testing.network import LinkConfig, SimulatedNetwork
 from swarm.testing.training_scenarios import (
+    MODES,
     TRAINING,
     ScenarioFigures,
     TrainingFailed,
@@ -259,15 +260,25 @@ class _Run:
     "--rate", "operations_per_s", default=1.0, show_default=True, help="Operations a virtual second."
 )
 @click.option("--seeds", default=1, show_default=True, help="Trainings: this many seeds, on all cores.")
-def main(seed: int, peers: int, hours: float, scenario: str, operations_per_s: float, seeds: int) -> None:
+@click.option("--mode", type=click.Choice(list(MODES)), help="Trainings: of the optimizer; else by seed.")
+def main(
+    seed: int,
+    peers: int,
+    hours: float,
+    scenario: str,
+    operations_per_s: float,
+    seeds: int,
+    mode: str | None,
+) -> None:
     """Run a simulated swarm under faults. When a promise is broken, print the command that replays the run
     and exit with code 1.
     """
-    if scenario == TRAINING and seeds > 1:
-        _train_all([TrainingScenario(seed=seed + n, peers=peers, hours=hours) for n in range(seeds)])
-        return
     if scenario == TRAINING:
-        _train(TrainingScenario(seed=seed, peers=peers, hours=hours))
+        first = TrainingScenario(seed=seed, peers=peers, hours=hours, chosen_mode=mode)
+        if seeds > 1:
+            _train_all([replace(first, seed=seed + number) for number in range(seeds)])
+        else:
+            _train(first)
         return
     config = ScenarioConfig(
         seed=seed, peers=peers, hours=hours, name=scenario, operations_per_s=operations_per_s
