@@ -40,6 +40,8 @@ MODES: dict[str, ModeSettings] = {
     "diloco": Diloco(),
     "diloco-streaming": Diloco(streaming=2),
 }
+# names of the scenario: in the mode that the seed decides, and in each mode
+TRAININGS: dict[str, str | None] = {TRAINING: None, **{f"{TRAINING}-{mode}": mode for mode in MODES}}
 MODES_BY_SEED = ("gradients", "local", "gradients", "diloco")
 _LIARS_SHARE = 5  # every fifth peer of every third run lies
 _LIARS_EVERY = 3
@@ -79,9 +81,8 @@ class TrainingScenario:
     @property
     def replay(self) -> str:
         """Return the command that runs the same scenario again."""
-        chosen = f' ARGS="--mode {self.chosen_mode}"' if self.chosen_mode else ""
-        size = f"PEERS={self.peers} HOURS={self.hours:g}"
-        return f"make sim SEED={self.seed} {size} SCENARIO={TRAINING}{chosen}"
+        name = f"{TRAINING}-{self.chosen_mode}" if self.chosen_mode else TRAINING
+        return f"make sim SEED={self.seed} PEERS={self.peers} HOURS={self.hours:g} SCENARIO={name}"
 
 
 @dataclass(slots=True, kw_only=True)
