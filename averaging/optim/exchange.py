@@ -169,7 +169,7 @@ class ShownHistory:
     """The answer of a peer that was asked for its history."""
 
     chain: Chain
-    declines: bool  # it votes for no group on its head that it is not in itself, for now
+    declines: bool  # it currently does not vote for groups on its head without itself
     goodbyes: Mapping[PeerId, bytes]  # signatures of electors of its head that have left, not verified
 
 
@@ -198,7 +198,7 @@ async def fetch_history(
             certificates = (*found.certificates, *part.certificates)[:CERTIFICATES_MAX]
             found = replace(found, certificates=certificates)
         else:
-            break  # that peer follows another history now, or has dropped what comes next
+            break  # that peer now follows another history, or has dropped the next certificates
         size_bytes += len(reply.chain)
         more = is_cut(reply.chain) and size_bytes < bytes_max and len(found.certificates) < CERTIFICATES_MAX
     assert found is not None
@@ -210,10 +210,15 @@ async def fetch_history(
 
 
 async def ask_holders(
-    holders: Iterable[Sequence[Contact]], at_once: int, ask: Callable[[Contact], Awaitable[bool]]
+    holders: Iterable[Sequence[Contact]],
+    at_once: int,
+    ask: Callable[[Contact], Awaitable[bool]],
+    *,
+    pause_s: float = 0.0,
 ) -> None:
     """Ask the peers of each list, which hold the same item, one after the other until one has answered;
-    `at_once` lists concurrently. `ask` returns whether the peer has answered.
+    `at_once` lists concurrently. `ask` returns whether the peer has answered; after one that did not nobody
+    is asked in its place for `pause_s`.
     """
     places = asyncio.Semaphore(at_once)
 
@@ -222,6 +227,7 @@ async def ask_holders(
             for contact in contacts:
                 if await ask(contact):
                     return
+                await asyncio.sleep(pause_s)
 
     async with asyncio.TaskGroup() as tasks:
         for contacts in holders:

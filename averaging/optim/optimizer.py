@@ -445,7 +445,7 @@ class Optimizer(DelegatingOptimizer):
             self._history.restore(past)
 
     def register_reunion_hook(self, hook: Callable[[Optimizer], None]) -> RemovableHandle:
-        """Call `hook(optimizer)` on the trainer's thread when this peer was cut off, went on by itself, and
+        """Call `hook(optimizer)` on the trainer's thread when this peer was cut off, continued by itself, and
         is about to give that up for the state of the others: save a checkpoint in it to keep what it made.
         """
         handle = RemovableHandle(self._loop.reunion_hooks)

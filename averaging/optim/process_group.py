@@ -123,20 +123,25 @@ class RankFollower:
 
 
 class ProcessGroupOptimizer(DelegatingOptimizer):
-    """A `swarm.Optimizer` for a program that `torchrun` starts as several processes, which are one peer of
-    the run: their model is one, with DistributedDataParallel, or in shards by FSDP2's `fully_shard`.
+    """A `swarm.Optimizer` for a program that `torchrun` starts as several processes, which form one peer.
 
-    Every rank makes one, after `init_process_group` and the model, and calls the same methods in the same
-    order. `inner`: this rank's optimizer over the model's parameters. `node`: this peer's node on rank 0,
-    None on the others. Further arguments (`run`, `target_batch_size`, `codec` …) are those of
-    `swarm.Optimizer`, which rank 0 makes with them.
-    `batch_size_per_step` and the argument of `step` are samples of this rank, and the same number on all.
-
-    In mode "gradients" rank 0 makes the step of the inner optimizer, on whole parameters, which it keeps on
-    its host where the model is sharded. In modes with local steps each rank steps its own shards, and rank 0
-    gathers them once an epoch. What peers share, serve and save does not depend on the number of ranks.
+    The processes train one model, with DistributedDataParallel or in shards of FSDP2's `fully_shard`. Every
+    rank creates this optimizer after `init_process_group` and the model, and calls the same methods in the
+    same order. In mode "gradients" rank 0 makes the step of the inner optimizer, on whole parameters, which
+    it keeps on its host if the model is sharded. In modes with local steps each rank steps its own shards,
+    and rank 0 gathers them once an epoch. What peers share, serve and save does not depend on the number of
+    ranks.
 
     When a process ends, rank 0 leaves the run, and every rank raises SwarmError.
+
+    Args:
+        inner: This rank's optimizer over the model's parameters.
+        node: This peer's node on rank 0; None on the other ranks.
+        batch_size_per_step: Samples of this rank in each step, equal on all ranks; None: given to `step`.
+        mode: As of `swarm.Optimizer`.
+        scheduler: As of `swarm.Optimizer`.
+        options: Further arguments of `swarm.Optimizer` (`run`, `target_batch_size`, `codec`, …), with which
+            rank 0 creates it.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ from swarm.core.errors import SwarmError, UsageError
 
 _ORDER_BYTES_MAX = 1 << 24
 _HOST = torch.device("cpu")
-# a rank waits for rank 0 during a whole round, and while rank 0 validates or pauses
+# timeout of a rank's wait for rank 0, which covers whole rounds, validation and pauses
 _WAIT = datetime.timedelta(days=30)
 _BUCKET_ELEMENTS_MAX = 1 << 23  # gradients that are summed in one call
 
@@ -235,7 +235,7 @@ class WholeParameters:
     def _versions(self) -> list[int]:
         return [tensor._version for tensor in self.tensors]
 
-    # --- local steps, which are made on the shards
+    # --- local steps on the shards
 
     def stepped(self) -> None:
         """Record that all ranks have made a step of their own optimizers."""
@@ -245,7 +245,7 @@ class WholeParameters:
 
     @property
     def are_stale(self) -> bool:
-        """Return whether the shards have gone on since they were gathered."""
+        """Return whether the shards have continued since they were gathered."""
         return self._is_stale
 
 

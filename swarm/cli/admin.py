@@ -43,8 +43,8 @@ def pause(run: str | None, free: bool, as_json: bool) -> int:
     """Pause the volunteers of this user on this machine: all, or those of RUN (a name, an id, a PeerID or a
     process id).
 
-    A volunteer that pauses leaves the run's rounds at once, so that no peer waits for it, frees the memory of
-    the GPU, and after a minute that of the machine, too.
+    A volunteer that pauses leaves the run's rounds at once, so that no peer waits for it. It frees GPU memory
+    at once and host memory after a minute.
 
     \b
     Examples:
@@ -59,7 +59,7 @@ def pause(run: str | None, free: bool, as_json: bool) -> int:
 @click.argument("run", metavar="[RUN]", required=False)
 @options.as_json
 def resume(run: str | None, as_json: bool) -> int:
-    """Let volunteers go on after `swarm pause`. They download the state that the swarm has reached meanwhile.
+    """Let volunteers continue after `swarm pause`. They download the current state of the swarm.
 
     \b
     Examples:
@@ -100,7 +100,7 @@ def _set_paused(run: str | None, *, paused: bool, free: bool = False, as_json: b
     "--pause/--resume",
     "paused",
     default=None,
-    help="Stop training for a while, or go on; members stay and keep the state.",
+    help="Pause training, or continue it; members stay and keep the state.",
 )
 @click.option("--end/--reopen", "ended", default=None, help="End the run for everybody, or open it again.")
 @click.option(
@@ -114,8 +114,7 @@ def _set_paused(run: str | None, *, paused: bool, free: bool = False, as_json: b
     "--revoke",
     metavar="PEERID",
     multiple=True,
-    help="Refuse a peer and all that it invited, or an invite (swarm1...) and all that joined by it. "
-    "Repeatable.",
+    help="Refuse a peer or an invite (swarm1...), and all peers that joined through it. Repeatable.",
 )
 @options.as_json
 def change(run: str, addresses: tuple[str, ...], identity: str | None, as_json: bool, **changes: Any) -> int:
@@ -160,8 +159,8 @@ def change(run: str, addresses: tuple[str, ...], identity: str | None, as_json: 
 
 
 def tell_members(node: Node, directory: RunDirectory, signed: SignedSpecification) -> tuple[int, int]:
-    """Publish and save a new version, and send it to members. Return how many were asked, and how many of
-    them follow it.
+    """Publish and save a new version, and send it to members. Return the number of members asked, and of
+    those that follow it.
     """
     from swarm.run.changes import send_version
     from swarm.run.estimate import read_members
@@ -184,8 +183,8 @@ def tell_members(node: Node, directory: RunDirectory, signed: SignedSpecificatio
 def temporary_node(
     where: RunAddress, owner: Identity | None = None, handover: Handover | None = None
 ) -> Iterator[tuple[Node, RunDirectory]]:
-    """Open a node, and a directory of runs. `owner`: lets it into an invited run, with the `handover` by
-    which it is getting the run.
+    """Open a node and a directory of runs. `owner`: gives the node access to an invited run, together with
+    the `handover` if the run is getting this new owner.
     """
     from swarm.node import Node
     from swarm.run.directory import RunDirectory

@@ -1,4 +1,4 @@
-"""`swarm identity`, and how the other commands open their identities."""
+"""`swarm identity`, and functions with which the other commands open their identities."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from swarm.membership.invite import Entrance, Invite
 
 NEW = "new"
 PASSPHRASE_CHARACTERS_MAX = 1024
-PROCESSES_PER_INVITE_MAX = 16  # on one machine that have an identity of their own which is kept
+PROCESSES_PER_INVITE_MAX = 16  # processes on one machine with a stored identity of their own
 
 
 @click.command(context_settings=options.CONTEXT)
@@ -34,7 +34,7 @@ PROCESSES_PER_INVITE_MAX = 16  # on one machine that have an identity of their o
     metavar="FILE",
     type=click.Path(path_type=Path),
     default=None,
-    help="Read the passphrase from the first line of a file, and do not ask.",
+    help="Read the passphrase from the first line of a file instead of asking.",
 )
 @options.as_json
 def identity(
@@ -47,8 +47,8 @@ def identity(
 ) -> int:
     """Show or make an identity: the key that says who a peer is and which runs it owns.
 
-    Keep a copy of the identity that owns a run: without it nobody can change the run any more. Without its
-    passphrase a copy is worthless, to others and to you.
+    Keep a copy of the identity that owns a run: without it nobody can change the run any more. Nobody,
+    including you, can use a copy without its passphrase.
 
     \b
     Examples:
@@ -59,7 +59,7 @@ def identity(
       swarm identity --import ~/usb/owner.swarm
     """
     if sum((create, exported is not None, imported is not None)) > 1:
-        raise UsageError("--create, --export and --import are three things: choose one")
+        raise UsageError("--create, --export and --import exclude each other: choose one")
     path = Path(identity).expanduser() if identity is not None else default_identity()
     existed = path.exists()
     if create and not existed:
@@ -71,7 +71,7 @@ def identity(
             )
         peer_id = str(Identity.restore(imported, path, _passphrase(passphrase_file)).peer_id)
     else:
-        own = Identity.read(path)  # without the lock: a peer may be using it
+        own = Identity.read(path)  # does not lock the file, which a running peer may use
         if exported is not None:
             own.export(exported, _passphrase(passphrase_file, new=True))
         peer_id = str(own.peer_id)
@@ -86,7 +86,7 @@ def identity(
 
 
 def _passphrase(file: Path | None, *, new: bool = False) -> str:
-    """Return the passphrase from the first line of a file, or ask for it; a new one is asked for twice."""
+    """Return the passphrase from the first line of a file, or ask for it; ask twice for a new one."""
     if file is not None:
         try:
             with file.expanduser().open(encoding="utf-8") as stream:
@@ -117,11 +117,11 @@ def open_identity(choice: str | None, default: Path | None) -> Identity:
 
 
 def open_entry_identity(choice: str | None, entries: Sequence[str], role: Role = "observe") -> Identity:
-    """Open the identity with which a command enters a swarm by addresses and invites.
+    """Open the identity with which a command enters a swarm through addresses and invites.
 
-    `choice` is that of `open_identity`. Without one a command that enters by an invite has an identity that
-    is kept for this invite, so that it takes one use whenever it is started, and any other a new one. Raises
-    UsageError when the invite is for another peer or lacks the role, before it takes a use.
+    `choice` is that of `open_identity`. Without a choice, a command with an invite uses an identity that is
+    stored for this invite, so that several starts take only one use of it. Any other command uses a new
+    identity. Raises UsageError if the invite is for another peer or lacks the role; no use is taken then.
     """
     invite = Entrance.of(entries).invite
     if invite is None:
@@ -138,8 +138,8 @@ def open_entry_identity(choice: str | None, entries: Sequence[str], role: Role =
 
 
 def _open_invited(invite: Invite) -> Identity:
-    """Open this user's identity if the invite is for it, or else one that is kept for the invite: the first
-    one that no other process uses.
+    """Open this user's identity if the invite is for it. Otherwise open the first identity stored for the
+    invite that no other process uses.
     """
     if not invite.key:
         user = default_identity()
@@ -161,9 +161,9 @@ def _open_invited(invite: Invite) -> Identity:
 
 
 def read_invited() -> Iterator[tuple[Path, Identity]]:
-    """Return the identities that entered by an invite on this machine, with their files. Damaged ones are
-    moved aside. This user's own identity is not among them: what it owns is lost with it, so a damaged one is
-    an error.
+    """Return the identities that entered by an invite on this machine, with their files. Damaged files are
+    moved aside. This user's own identity is not included: runs that it owns would be lost with it, so a
+    damaged file is an error there.
     """
     for file in invited_identities():
         try:

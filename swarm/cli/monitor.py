@@ -111,7 +111,7 @@ class MonitorChoices:
     metavar="DIR",
     type=click.Path(path_type=Path),
     default=None,
-    help="Keep checkpoints of the run there.",
+    help="Keep checkpoints of the run in this folder.",
 )
 @click.option(
     "--every", metavar="TIME", default="10m", show_default=True, help="How often to save: 90s, 10m, 2h."
@@ -140,7 +140,7 @@ class MonitorChoices:
 @options.as_json
 @options.exit_with_parent
 def monitor(addresses: tuple[str, ...], **given: Any) -> int:
-    """Watch the run at ADDRESS: a peer that trains nothing and that no other peer has to trust.
+    """Watch the run at ADDRESS, as a peer that does not train and that no other peer has to trust.
 
     Shows progress, loss, throughput, every peer, the last rounds with the reasons of those that failed, and
     other events. Stale values are labelled. ADDRESS is that of any live peer, or an invite; if this peer

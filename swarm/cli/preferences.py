@@ -1,4 +1,4 @@
-"""`swarm config`, and the options by which a command says something else than the file of preferences."""
+"""`swarm config`, and the options with which a command overrides the preferences file."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _FLAGS = {
     "daily": ("SIZE", "Send and receive at most this much a day, for instance 5G."),
     "monthly": ("SIZE", "Send and receive at most this much a month."),
     "memory": ("SIZE", "Use at most this much memory, for instance 4G; leave the run before using more."),
-    "cpu": ("PERCENT", "Use at most this part of the processor."),
-    "temperature": ("CELSIUS", "Pause while GPU or processor is hotter than this."),
+    "cpu": ("PERCENT", "Use at most this share of the processor."),
+    "temperature": ("CELSIUS", "Pause while the GPU or processor is hotter than this."),
     "upload": ("MBIT", "Send at most this many Mbit/s."),
     "download": ("MBIT", "Receive at most this many Mbit/s."),
     "name": ("NAME", "A name of this machine for `swarm monitor`; at most 40 characters."),
@@ -45,7 +45,7 @@ class _Preference(click.ParamType[Any]):
 
 
 def preference_options(command: options.Command) -> options.Command:
-    """Add an option for each preference. `given_preferences` takes them out of the command's arguments."""
+    """Add an option for each preference. `given_preferences` removes them from the command's arguments."""
     added: list[Callable[[options.Command], options.Command]] = [
         click.option(
             f"--{key}",
@@ -80,7 +80,7 @@ def preference_options(command: options.Command) -> options.Command:
 
 
 def given_preferences(arguments: dict[str, Any]) -> Preferences:
-    """Take the preferences out of a command's arguments, and return them."""
+    """Remove the preferences from a command's arguments, and return them."""
     found = {key: arguments.pop(key) for key in Preferences.model_fields}
     found["hours"] = ",".join(found["hours"]) or None
     return Preferences(**{key: value for key, value in found.items() if value is not None})
@@ -88,14 +88,14 @@ def given_preferences(arguments: dict[str, Any]) -> Preferences:
 
 @click.command(context_settings=options.CONTEXT)
 @click.argument("changes", metavar="[KEY=VALUE]...", nargs=-1)
-@click.option("--run", metavar="NAME", default=None, help="Only for the run of this name.")
+@click.option("--run", metavar="NAME", default=None, help="Only for the run with this name.")
 @click.option("--unset", metavar="KEY", multiple=True, help="Forget a preference. Repeatable.")
 @options.as_json
 def config(changes: tuple[str, ...], run: str | None, unset: tuple[str, ...], as_json: bool) -> int:
     """Show or change what volunteers may do on this machine: hours, traffic, memory, and when they pause.
 
-    The preferences hold for every `swarm join` and `swarm start` of this user, also for those that run now.
-    An option of a command comes before them.
+    The preferences apply to every `swarm join` and `swarm start` of this user, including running ones. An
+    option of a command takes precedence.
 
     \b
     Examples:
@@ -115,7 +115,7 @@ def config(changes: tuple[str, ...], run: str | None, unset: tuple[str, ...], as
     for key in removed:
         if key not in Preferences.model_fields:
             raise UsageError(
-                f"{key!r:.60} is no preference; there are: {', '.join(Preferences.model_fields)}"
+                f"{key!r:.60} is not a preference; these exist: {', '.join(Preferences.model_fields)}"
             )
     if given or removed:
         file.change(run, given, removed)

@@ -1,5 +1,5 @@
-"""`swarm runs`: list runs with what they ask for: those of a swarm, or those that this machine remembers and
-the local network announces.
+"""`swarm runs`: list runs and their requirements: those of a swarm, or those that this machine remembers and
+those on the local network.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from swarm.run.estimate import RunEstimate
     from swarm.run.signed import SignedSpecification
 
-RUNS_MAX = 100  # that are read; the names of more are listed
+RUNS_MAX = 100  # specifications read; of further runs only the name is listed
 _READ_S = 15.0
 _AT_ONCE = 8
 
@@ -135,7 +135,7 @@ class _FoundRun:
     problem: str = ""
 
     def rank(self) -> tuple[int, str]:
-        """Return its place: runs with most volunteers first."""
+        """Sort key: runs with most volunteers first."""
         return (-(self.estimate.peers if self.estimate is not None else 0), self.listing.full_name)
 
     def fields(self) -> dict[str, Any]:
@@ -205,7 +205,7 @@ async def _read(node: Node, directory: RunDirectory) -> list[_FoundRun]:
 
 
 def _summary(signed: SignedSpecification) -> str:
-    """Return what the owner says about the run, else its task."""
+    """Return the owner's description of the run, else its task."""
     if signed.specification.description:
         return signed.specification.description
     return "a grid of experts" if signed.is_grid else f"the task {signed.training.task.name}"

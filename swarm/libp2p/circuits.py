@@ -1,4 +1,4 @@
-"""Circuits through relays: how a peer that cannot be called stays callable, and how others call it."""
+"""Circuits through relays: reservations of a peer that cannot be called directly, and calls to such peers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ RELAY_PING_S, RELAY_SILENT_S = 1.0, 3.0
 
 
 class Circuits:
-    """Reservations of this host, and its connections through relays. `run` keeps the reservations.
+    """Reservations of this host, and its connections through relays. `run` keeps the reservations valid.
 
     `on_change` is called when the relays change through which this peer can be called (`held`).
     """
@@ -89,9 +89,7 @@ class Circuits:
         self._tell()
 
     async def reserve(self, relay: Contact) -> None:
-        """Make or renew a reservation at a relay. Raises NetworkError or PeerError that says why it has
-        none.
-        """
+        """Make or renew a reservation at a relay. Raises NetworkError or PeerError with the reason."""
         connection = await self._host.connect(relay.peer_id, relay.addresses)
         answer, stream = await self.question(connection, Hop(HopKind.RESERVE))
         stream.close()
@@ -110,7 +108,7 @@ class Circuits:
     async def connect(
         self, target: PeerId, relays: Sequence[Contact], timeout_s: float = CONNECT_S
     ) -> PeerConnection:
-        """Return a connection to a peer that cannot be called: one that is open, or the first that can be had
+        """Return a connection to a peer that cannot be called: an open one, or the first that can be opened
         through one of these relays. Raises NetworkError that names what failed, DeadlineExceeded after
         `timeout_s`.
         """
@@ -127,7 +125,9 @@ class Circuits:
         return await self._host.secure(stream, is_client=True, expected=target, relay=relay.peer_id)
 
     async def question(self, connection: PeerConnection, question: Hop) -> tuple[Hop, MuxedStream]:
-        """Ask a relay, and return its answer and the stream. Raises PeerError that says what it refused."""
+        """Send a request to a relay. Return its answer and the stream. Raises PeerError with the relay's
+        refusal.
+        """
         stream = await connection.open(HOP_PROTOCOL)
         async with answered(stream, ANSWER_S, "the relay did not answer"):
             await stream.write_message(encode_hop(question))

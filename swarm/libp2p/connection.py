@@ -12,7 +12,7 @@ from typing import Protocol
 from swarm.core.errors import NetworkError, PeerError
 from swarm.core.ids import Address, PeerId
 from swarm.core.notify import ChangeEvent
-from swarm.libp2p.agreement import propose, read_prefix
+from swarm.libp2p.agreement import confirm, propose, read_prefix
 from swarm.libp2p.logic import yamux
 from swarm.libp2p.logic.admission import through
 from swarm.libp2p.logic.messages import read_varint, varint
@@ -35,6 +35,7 @@ class MuxedStream:
         self.connection = connection
         self.number = number
         self.protocol = ""
+        self._proposed = ""  # the protocol that the peer has not confirmed yet
         self._unread = bytearray()
         self._changed = ChangeEvent()
         self._writable = asyncio.Event()
@@ -49,8 +50,11 @@ class MuxedStream:
 
     async def read(self, bytes_max: int = yamux.PIECE_BYTES) -> bytes:
         """Return the next bytes, at most `bytes_max`; none when the peer has finished. Raises NetworkError
-        when the stream is gone.
+        when the stream is gone. The first time on a stream that this side opened, it raises PeerError when
+        the peer does not speak the protocol, NetworkError when it does not say so within 10 s.
         """
+        if self._proposed:
+            await self._confirm()
         while not self._unread:
             if self.lost:
                 raise NetworkError(self.lost)
@@ -62,6 +66,18 @@ class MuxedStream:
         del self._unread[:bytes_max]
         self.connection.consumed(self, len(data))
         return data
+
+    async def propose(self, protocol: str) -> None:
+        """Say what the stream is for. Writing may continue at once; the peer's answer is read before all
+        else. Raises NetworkError when the stream is gone.
+        """
+        self.protocol = self._proposed = protocol
+        await propose(self, protocol)
+
+    async def _confirm(self) -> None:
+        protocol, self._proposed = self._proposed, ""
+        async with answered(self, NEGOTIATION_S, f"it did not agree on {protocol}"):
+            await confirm(self, protocol)
 
     async def read_exactly(self, size: int) -> bytes:
         """Return `size` bytes. Raises NetworkError when the peer has finished before, or the stream is
@@ -244,16 +260,16 @@ class PeerConnection:
         self._interval_changed.notify()
 
     async def open(self, protocol: str) -> MuxedStream:
-        """Open a stream for a protocol. Raises PeerError when the peer does not speak it, NetworkError when
-        it does not answer within 10 s, the connection has ended, or 64 streams are open.
+        """Open a stream for a protocol, and return it without a wait for the peer: the first read says
+        whether it speaks the protocol. Raises NetworkError when the connection has ended or 64 streams are
+        open.
         """
         if self.ended:
             raise NetworkError(f"the connection to {self.peer_id.short} has ended: {self.ended}")
         stream = MuxedStream(self, self._session.open())
-        stream.protocol = protocol
         self._streams[stream.number] = stream
-        async with answered(stream, NEGOTIATION_S, f"it did not agree on {protocol}"):
-            await propose(stream, protocol)
+        async with answered(stream, NEGOTIATION_S, f"it took no proposal of {protocol}"):
+            await stream.propose(protocol)
         return stream
 
     async def send(self, stream: MuxedStream, data: bytes) -> int:
@@ -307,7 +323,7 @@ class PeerConnection:
             for event in self._session.receive(data):
                 self._dispatch(event)
             self._to_send.notify()  # acknowledgements, answers to pings
-            # Not a wait: two ends that both wait for the other to read would do so for ever. Writers of this
+            # Not a wait: two ends that both wait for the other to read would do so forever. Writers of this
             # side add one piece each beyond the limit.
             if self._session.pending > _PENDING_BYTES_MAX + (self._session.streams + 1) * yamux.PIECE_BYTES:
                 raise PeerError("it reads no answers to what it asks for")

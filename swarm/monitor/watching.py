@@ -52,10 +52,10 @@ class WatchConfig:
     """Settings of a monitor."""
 
     entry: tuple[str | Contact, ...]  # addresses, or an invite
-    run: str | None = None  # NAME, NAME@ID or ID; None: the only run there is
+    run: str | None = None  # NAME, NAME@ID or ID; None: the only run
     history: Callable[[str], Path | None] = lambda run_id: None  # path by run id; None: in memory
-    saving: StateSavingConfig | None = None  # checkpoints of the run; None: no
-    grids: tuple[str, ...] = ()  # names of the grids of experts to show; none: all that servers announce
+    saving: StateSavingConfig | None = None  # checkpoints of the run; None: do not save any
+    grids: tuple[str, ...] = ()  # names of the expert grids to show; empty: all that servers announce
 
 
 class Watch:
@@ -64,7 +64,7 @@ class Watch:
     """
 
     def __init__(self, config: WatchConfig, own: Identity | None = None) -> None:
-        """`own`: its identity; None: a new one."""
+        """`own`: identity of the monitor; None: a new one."""
         self.config = config
         self._signed: SignedSpecification | None = None
         self._grids: Directory | None = None
@@ -136,8 +136,8 @@ class Watch:
     # the network thread
 
     async def electors(self) -> list[Contact]:
-        """Return the electors of the head of the first entry peer that has a history, those that offer their
-        state, the most senior first. Must be called on the network thread.
+        """Return the electors that offer their state, the most senior first, from the head of the first entry
+        peer with a history. Must be called on the network thread.
         """
         donors = {contact.peer_id: contact for contact in self.collector.donors}
         for chain in await self._histories():
@@ -218,8 +218,8 @@ class Watch:
         return await experts_of(self._grids, self.config.grids)
 
     async def _histories(self) -> list[Chain]:
-        """Return the histories of the peers by which the user entered; nobody else's word makes a member.
-        Entry peers that take no part in the run have none.
+        """Return the histories of the entry peers; no other peers are trusted to name members. Entry peers
+        that do not take part in the run have no history.
         """
         found = []
         for contact in self.collector.entry:
@@ -232,7 +232,7 @@ class Watch:
         return found
 
     async def _members(self) -> None:
-        """Take the members of the run from its histories."""
+        """Update the members of the run from the entry peers' histories."""
         if self._signed is not None:
             self.node.standing.add_members(self.run.run_id, [self._signed.owner])
         for chain in await self._histories():
@@ -252,9 +252,7 @@ def _text(contact: Contact) -> str:
 
 
 def run_view(signed: SignedSpecification) -> RunView:
-    """Return the view of a specification. It includes the task's own description where the task is
-    installed.
-    """
+    """Return the view of a specification. It includes the task's own description if the task is installed."""
     specification = signed.training
     parameters, summary = None, ""
     with contextlib.suppress(SwarmError):

@@ -34,8 +34,8 @@ CHANGE = Method(
     request_bytes_max=64 << 10,
     reply_bytes_max=256,
 )
-# The number of members to which each member forwards a new version. In expectation it reaches all N members,
-# within log8(N) calls.
+# Each member forwards a new version to this many others. It is expected to reach all N members after log8(N)
+# hops.
 FANOUT = 8
 _CALL_TIMEOUT_S = 3.0
 
@@ -133,7 +133,9 @@ class Change:
         return [Invite.parse(one).subject if is_invite(one) else PeerId.parse(one) for one in self.revoke]
 
     def apply(self, specification: AnySpecification) -> AnySpecification:
-        """Return the changed specification. Raise UsageError if it is not valid, or has no such setting."""
+        """Return the changed specification. Raise UsageError if it is not valid or a setting does not
+        exist.
+        """
         table = specification.table()
         banned, unbanned = ({str(PeerId.parse(one)) for one in peers} for peers in (self.ban, self.unban))
         table["banned"] = sorted({*table["banned"], *banned} - unbanned)
@@ -155,7 +157,9 @@ def sign_change(signed: SignedSpecification, change: Change, owner: Identity) ->
         raise UsageError(f"{owner.peer_id} is the owner of {signed.full_name}, and needs no invite to revoke")
     specification = change.apply(signed.specification)
     if specification == signed.specification:
-        raise UsageError(f"{signed.full_name} is like that already (version {version_text(signed.version)})")
+        raise UsageError(
+            f"{signed.full_name} has these settings already (version {version_text(signed.version)})"
+        )
     return sign(
         specification,
         owner,
@@ -191,14 +195,14 @@ def _differences_of_training(old: RunSpecification, new: RunSpecification) -> li
     if old.target_batch_size != new.target_batch_size:
         sentences.append(f"an epoch is {new.target_batch_size:,} samples now, not {old.target_batch_size:,}")
     if old.paused != new.paused:
-        sentences.append("training is paused" if new.paused else "training goes on")
+        sentences.append("training is paused" if new.paused else "training continues")
     if old.end != new.end:
         sentences.append("it ends at another point")
     return sentences
 
 
 def restart_needed(old: AnySpecification, new: AnySpecification) -> bool:
-    """Return whether a setting changed that peers take up only after a restart."""
+    """Return whether a changed setting takes effect only after a restart of the peers."""
     followed = (
         "target_batch_size",
         "paused",

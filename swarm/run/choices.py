@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from averaging.reduction.lowrank import PowerSgd
     from swarm.compression.adaptive import Role
 
-RANK_MAX = 1024  # the same as in `averaging.reduction.lowrank`, which cannot be imported without torch
+RANK_MAX = 1024  # equal to the value in `averaging.reduction.lowrank`, whose import would load torch
 _Rate = Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)]
 _Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 _Epochs = Annotated[int, Field(ge=0, le=1 << 20)]
@@ -68,7 +68,7 @@ class ModeChoice(BaseModel):
 
     @property
     def role(self) -> Role:
-        """Return the kind of values that a round averages, by which codec "adaptive" chooses."""
+        """Return the kind of values that a round averages. The codec "adaptive" chooses by it."""
         roles: dict[str, Role] = {"gradients": "gradient", "gossip": "parameter"}
         return roles.get(self.name, "pseudo_gradient")
 

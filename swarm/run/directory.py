@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_TTL_S = 3600.0  # how long a run can be found after its last member left
-_REFRESH_S = 180.0  # the interval in which members look for changes; each time costs five calls
-_RETRY_S = 30.0  # after a failure to do so; doubles up to the interval
-_LEFT_S_MIN = _TTL_S / 2  # the first member that sees less time left stores the specification again
+_TTL_S = 3600.0  # a run can be found for this long after its last member left
+_REFRESH_S = 180.0  # interval at which members look for changes; each look costs five calls
+_RETRY_S = 30.0  # retry interval after a failure; doubles up to `_REFRESH_S`
+_LEFT_S_MIN = _TTL_S / 2  # a member that sees less remaining lifetime stores the specification again
 _LISTED_MAX = 20  # runs named in an error message
 
 
@@ -51,7 +51,9 @@ class RunListing:
 
     @property
     def is_grid(self) -> bool:
-        """Return whether it is a grid of experts. The id is a hash of the name, so nobody else can say so."""
+        """Return whether this is a grid of experts. The id is a hash of the name, so the name cannot be
+        forged.
+        """
         return self.name.startswith(GRID_PREFIX)
 
     def matches(self, wanted: str | None) -> bool:
@@ -252,7 +254,7 @@ def choose(
     shown = ", ".join(listing.full_name for listing in (matching or every)[:_LISTED_MAX])
     if matching:
         advice = f"Choose one with {option} NAME@ID" if by_option else "Name one of them, as it stands here"
-        raise UsageError(f"{len(matching)} {what}s could be meant: {shown}. {advice}")
+        raise UsageError(f"{len(matching)} {what}s match: {shown}. {advice}")
     raise UsageError(f"this swarm has no {what} {wanted!r}. It has: {shown}")
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from moe.classes import ExpertSettings, expert_class, make
+from moe.classes.low_rank import ActivationSubspace
 from moe.protocol.codecs import WireCodecs
 from moe.server.expert import Expert
-from swarm.core.device import resolve_device
+from swarm.core.device import free_bytes, is_out_of_memory, resolve_device
+from swarm.core.errors import UsageError
 
 if TYPE_CHECKING:
     from moe.protocol.names import ExpertUid
@@ -45,13 +47,38 @@ class ExpertFactory:
         self.device = resolve_device(device)
         self.dtype: torch.dtype = getattr(torch, grid.dtype)
 
+    def make_all(self, uids: Sequence[ExpertUid]) -> dict[ExpertUid, Expert]:
+        """Return new experts. Raises UsageError when the memory of the device is too small for them: at once
+        where its free memory is known, otherwise when it has run out.
+        """
+        free = free_bytes(self.device)
+        made: dict[ExpertUid, Expert] = {}
+        for uid in uids:
+            try:
+                made[uid] = self.make(uid)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise self._too_little(len(uids), len(made)) from None
+            if len(made) == 1 and free is not None:
+                room = free // self._bytes_of(made[uid].module)
+                if room < len(uids):
+                    raise self._too_little(len(uids), room)
+        return made
+
+    def _too_little(self, wanted: int, room: int) -> UsageError:
+        return UsageError(
+            f"{wanted} experts with their gradients and optimizers do not fit into the memory of "
+            f"{self.device}, and {room} do: host fewer with --num-experts, or say --memory SIZE"
+        )
+
     def make(self, uid: ExpertUid) -> Expert:
         """Return a new expert. Its initial parameters follow from the grid's seed and its name, so replicas
         that start on two machines are equal.
         """
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed_of(self._grid.seed, uid))
-            module, sample = make(self._grid.expert_class, self._class, self._settings)
+            module, sample = self._make()
         optimizer = self._grid.optimizer
         clip_norm, update_norm_max = self._grid.step_bounds
         expert = Expert(
@@ -66,14 +93,25 @@ class ExpertFactory:
         expert.codecs = WireCodecs(**self._grid.codecs.model_dump())
         expert.update_norm_max = update_norm_max
         expert.target_batch_size = optimizer.target_batch_size
-        expert.expert_class = self._grid.expert_class if self._grid.module is None else ""
+        is_known = self._grid.module is None and not self._grid.activation_rank
+        expert.expert_class = self._grid.expert_class if is_known else ""
         return expert
+
+    def _make(self) -> tuple[torch.nn.Module, tuple[Any, ...]]:
+        grid = self._grid
+        module, sample = make(grid.expert_class, self._class, self._settings)
+        if not grid.activation_rank:
+            return module, sample
+        subspace = ActivationSubspace(grid.hidden_dim, grid.activation_rank, grid.seed)
+        return subspace.stage(module), subspace.sample(sample)
 
     def bytes_of_one(self) -> int:
         """Return the memory that one expert takes on its device, in bytes: parameters, gradients, optimizer,
-        and float32 copies of smaller parameters. Activations come on top.
+        and float32 copies of smaller parameters. Activations are not included.
         """
-        module, _ = make(self._grid.expert_class, self._class, self._settings)
+        return self._bytes_of(self._make()[0])
+
+    def _bytes_of(self, module: torch.nn.Module) -> int:
         count = sum(parameter.numel() for parameter in module.parameters())
         size = self.dtype.itemsize
         if self._grid.optimizer.name == "none":

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def choose_device(name: str, specification: RunSpecification) -> torch.device:
-    """Return the device that `name` means on this machine. Imports torch, unless the name alone is refused.
+    """Return the device with this name on this machine. Imports torch, unless the name itself is refused.
 
     Raises UsageError if this machine has no such device, or if the run requires CUDA and the device is not a
     CUDA device.

@@ -24,11 +24,12 @@ if TYPE_CHECKING:
 _FLOAT32 = 4
 # A process with torch's CPU build and a node that trains an empty model: 373 MiB were measured.
 PROCESS_BYTES = 400 << 20
-_CUDA_PROCESS_BYTES = 2 << 30  # the same with CUDA libraries and a CUDA context; not measured on a GPU yet
+# the same with CUDA libraries and a CUDA context; an estimate, not measured on a GPU yet
+_CUDA_PROCESS_BYTES = 2 << 30
 # Shards of a round that are being sent or received, and the buffers in which they are encoded and reduced.
 _ROUND_BYTES_MAX = 96 << 20
 _CUDA_ROUND_BYTES = 64 << 20  # the same on a CUDA device
-_SLACK = 1.1  # an allocator holds memory between the blocks that are in use
+_SLACK = 1.1  # allocators keep unused memory between blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +88,7 @@ def _rounds_and_copies(
     averages: list[float] = [
         epochs,
         state if mode.state_sync_epochs else 0,
-    ]  # the results of both kinds of rounds stay, encoded, until the next one
+    ]  # the encoded results of both kinds of rounds stay in memory until the next one
     if pinned:
         averages = [_power_of_two(size) for size in averages]
     # One copy for a joining peer. A checkpoint is copied as a whole and then tensor by tensor.

@@ -26,8 +26,8 @@ class TaskChoice(SpecificationTable):
     """Name of an installed task and its settings, which the task checks itself."""
 
     name: str = Field(min_length=1, max_length=64)
-    # the package that provides it, as "NAME==VERSION"; `swarm start` fills it in. Volunteers are told to
-    # install it, so that it consists of characters that have no meaning to a shell.
+    # the package that provides the task, as "NAME==VERSION"; `swarm start` fills it in. Users paste it into a
+    # shell, so it contains no character with a meaning to a shell.
     package: Annotated[str, Field(max_length=128, pattern=_PACKAGE)] | None = None
     settings: dict[str, Any] = Field(default_factory=dict)
 
@@ -121,7 +121,7 @@ class RunSpecification(OwnedSpecification):
     @classmethod
     def _name_is_not_of_a_grid(cls, value: str) -> str:
         if value.startswith(GRID_PREFIX):
-            raise ValueError(f"names that begin with {GRID_PREFIX!r} are those of grids of experts")
+            raise ValueError(f"names that begin with {GRID_PREFIX!r} are reserved for grids of experts")
         return value
 
     @model_validator(mode="after")
@@ -146,13 +146,13 @@ class RunSpecification(OwnedSpecification):
             )
         if (self.mode.streaming or 1) > 1:
             raise ValueError(
-                "a mode with streaming averages parts of the model, not matrices: "
-                "strategy powersgd is not for it"
+                "strategy powersgd needs whole matrices, and a mode with streaming averages parts of the "
+                "model"
             )
         if self.codec not in _FINE:
             raise ValueError(
-                "the factors of strategy powersgd are small, and all else hangs on them: "
-                f"its codec is one of {', '.join(_FINE)}"
+                "the factors of strategy powersgd are small and need precision: its codec is one of "
+                f"{', '.join(_FINE)}"
             )
         return self
 

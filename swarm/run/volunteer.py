@@ -82,7 +82,7 @@ class Volunteer:
         self._description = self._task.describe(self.specification.batch_size)
         self._samples_max: int | None = None  # of a micro-batch; None: a whole step
         self.training: Training | None = None  # set once `train` has joined the run
-        self._writer: CheckpointWriter | None = None  # saves what a reunion would give up
+        self._writer: CheckpointWriter | None = None  # saves the epochs that a reunion would discard
 
     @property
     def specification(self) -> RunSpecification:
@@ -154,11 +154,11 @@ class Volunteer:
         """Build the model, download the state unless the run is `new`, and train until the run ends or `stop`
         is set. Return the summary.
 
-        `why` returns the reason for which `stop` was set. Raises NotEnoughPeers if there are peers and none
-        could send its state, and SwarmError if the device fails or has too little memory. In that case this
-        peer has left the run properly and has written no checkpoint since.
+        `why` returns the reason why `stop` was set. Raises NotEnoughPeers if there are peers and none could
+        send its state, and SwarmError if the device fails or has too little memory. In that case this peer
+        has left the run in order and has not written a checkpoint since.
         """
-        # A task may use the device without naming it (pinned memory, streams, "cuda").
+        # A task may use the current device implicitly (pinned memory, streams, "cuda").
         probes = self._config.probes(device) if self._config.probes is not None else None
         giving = Giving(
             self._config.log,
@@ -251,8 +251,8 @@ class Volunteer:
                 raise
 
     def _join(self, inner: torch.optim.Optimizer) -> Optimizer:
-        """Join the run with the current specification. Raise UsageError if it is for invited peers, and this
-        is not one.
+        """Join the run with the current specification. Raise UsageError if it is for invited peers and this
+        peer is not invited.
         """
         check_invited(self.signed, self._node.membership)
         from averaging.optim.optimizer import Optimizer, OptimizerConfig
@@ -406,7 +406,7 @@ class Volunteer:
     def _emit_joined(self, device: torch.device, data: str) -> None:
         entry = self._node.entry
         if entry and not self._node.addresses and self._node.membership is None:
-            entry += f" --run {self.signed.full_name}"  # that of a peer which may know several runs
+            entry += f" --run {self.signed.full_name}"  # the entry peer may know several runs
         self._emit(
             Joined(
                 peer_id=str(self._node.peer_id),

@@ -90,6 +90,33 @@ def test_streams_carry_bytes_both_ways_and_end_on_their_own() -> None:
     run(test)
 
 
+def test_the_first_message_of_a_stream_does_not_wait_until_the_peer_has_confirmed_the_protocol() -> None:
+    async def test(scene: Scene) -> None:
+        scene.one_pipe.frozen = True  # nothing comes back
+        here = await scene.one.open("/test")
+        await here.write(b"question")
+        there = await scene.streams.get()
+        assert await there.read_exactly(8) == b"question"
+        scene.one_pipe.frozen = False
+
+    run(test)
+
+
+def test_a_peer_that_never_confirms_a_protocol_costs_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm.libp2p.connection.NEGOTIATION_S", 0.05)
+
+    async def test(scene: Scene) -> None:
+        scene.one_pipe.frozen = True
+        here = await scene.one.open("/test")
+        with pytest.raises(NetworkError, match="did not agree on /test"):
+            await here.read()
+        with pytest.raises(NetworkError, match="closed"):
+            await here.write(b"more")
+        scene.one_pipe.frozen = False
+
+    run(test)
+
+
 def test_a_reader_that_pauses_holds_up_its_stream_and_no_other() -> None:
     async def test(scene: Scene) -> None:
         slow = await scene.one.open("/test")

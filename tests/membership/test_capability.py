@@ -146,7 +146,7 @@ def test_a_peer_without_the_role_invite_and_the_key_of_an_invite_cannot_issue_in
     with pytest.raises(NotInvited, match="must not invite others"):
         check_grants(run.run_id, run.owner.peer_id, (*held, issue(run.run_id, peer, later)), NOW_S)
     own = issue(run.run_id, run.owner, replace(held[0], kind="invite", subject=key.peer_id, roles=ROLES))
-    with pytest.raises(NotInvited, match="signs for peers only"):
+    with pytest.raises(NotInvited, match="may sign grants for peers only"):
         check_grants(run.run_id, run.owner.peer_id, (own, issue(run.run_id, key, later)), NOW_S)
 
 

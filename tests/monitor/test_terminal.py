@@ -71,7 +71,7 @@ def test_old_values_are_marked_as_old() -> None:
     watched.now_s += 60.0
     late = text(watched, ScreenState())
     assert "LATE" in late
-    assert "what is shown is old" in late
+    assert "the values are old" in late
     watched.model.on_link(LinkView(status="lost", text="Trying 3 peers met before"), watched.now_s)
     assert "LOST" in text(watched, ScreenState())
 

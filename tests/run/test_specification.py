@@ -102,7 +102,7 @@ def test_the_demo_trains_what_the_example_trains() -> None:
         ),
         (
             'strategy = "powersgd"\n' + MINIMAL + '[mode]\nname = "diloco"\nstreaming = 2\n',
-            "run.toml: the file: a mode with streaming averages parts of the model, not matrices",
+            "run.toml: the file: strategy powersgd needs whole matrices, and a mode with streaming",
         ),
         (
             'codec = "int8"\nmode = "gossip"\n' + MINIMAL,

@@ -89,7 +89,7 @@ def check(scene: Scene) -> None:
     outcome = run_virtual(cut(scene))
     assert outcome.healed_s <= HEAL_S
     if scene.cut_s < GRACE_S_MIN:
-        assert not outcome.breaks, "nobody goes on by itself before the grace is over"
+        assert not outcome.breaks, "nobody continues by itself before the grace is over"
         assert not outcome.given_up
     # its own epochs, without the others' samples, and one failed round
     epoch_s = EPOCH_S * sum(scene.sizes) / scene.sizes[scene.sizes[1] > scene.sizes[0]]

@@ -41,7 +41,7 @@ ATTEMPTS_MAX = 4
 @contextmanager
 def trained(count: int, run: str, train: Callable[[Peer], object], **options: Any) -> Iterator[list[Peer]]:
     """Return peers after a training in which every round had all values of all peers: on a busy machine some
-    go on without a peer, or without a part of what it sent.
+    continue without a peer, or without a part of what it sent.
     """
     for attempt in range(ATTEMPTS_MAX):
         with swarm_of(count, f"{run} {attempt}", **options) as peers:
@@ -122,7 +122,7 @@ def test_streaming_overlaps_rounds_with_training_and_states_stay_equal(codec: st
     with trained(
         3, f"streaming {codec}", train, mode=Diloco(streaming=3), codec=codec, error_feedback=True
     ) as peers:
-        assert any(seen), "training went on during rounds"
+        assert any(seen), "training continued during rounds"
         assert len({peer.opt.state_digest() for peer in peers}) == 1
         for peer in peers:
             done = [report for report in peer.reports if report.stepped]
@@ -340,7 +340,7 @@ def test_a_round_that_fails_for_all_is_covered_by_the_next(monkeypatch: pytest.M
         failed = [sum(report.rounds_failed for report in peer.reports) for peer in peers]
         assert all(1 <= count <= 12 for count in failed)
         assert all(len(peer.reports) > count for peer, count in zip(peers, failed, strict=True)), (
-            "training goes on between two attempts"
+            "training continues between two attempts"
         )
         failing.clear()
         together([lambda peer=peer: peer.train_to(1) for peer in peers])  # type: ignore[misc]

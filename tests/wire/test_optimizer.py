@@ -187,7 +187,7 @@ def test_a_late_joiner_downloads_the_state_and_contributes() -> None:
 
 
 def test_a_download_longer_than_an_epoch_catches_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Donors hold back until the swarm has gone on; the newcomer took part in those rounds at weight 0, and
+    """Donors hold back until the swarm has continued; the newcomer took part in those rounds at weight 0, and
     replays them.
     """
     released, stop = threading.Event(), [10**6]
@@ -317,7 +317,7 @@ def test_mistakes_of_the_caller_raise_usage_error() -> None:
                 opt.wait_for_peers(0)
             with pytest.raises(UsageError, match="codecs of a state are float32, float16, bfloat16"):
                 opt.load_state_from_peers(codec="int8")
-            with pytest.raises(UsageError, match="for ever"):
+            with pytest.raises(UsageError, match="forever"):
                 opt.load_state_from_peers(codec="float16")
         with make() as opt:
             with pytest.raises(UsageError, match="already has an Optimizer for run"):

@@ -90,9 +90,9 @@ class RoundSetup:
     proposal: Proposal
     electors: tuple[PeerId, ...]  # of the head that the round extends
     register: Register = NEW_REGISTER  # of the same head
-    goodbyes: Mapping[PeerId, bytes]  # signatures of those of them that have left
+    goodbyes: Mapping[PeerId, bytes]  # signatures of electors that have left
     audited: bool
-    min_fraction: float  # of the elements that somebody must have contributed to
+    min_fraction: float  # fraction of the elements that need a contribution
     begun_s: float
     deadline_s: float
 

@@ -60,7 +60,7 @@ class DilocoMode:
         self.state = self.learner.state
         base = self.learner.base
         self._fragments = fragments_of([one.numel() for one in base], settings.fragments)
-        # per fragment: how many of this peer's samples were counted up to its last committed round
+        # per fragment: number of this peer's samples counted up to its last committed round
         self._counted_at = [0] * settings.fragments
         if settings.fragments == 1:
             self._tensors = [zeros_for(one.shape, one.device) for one in base]

@@ -43,8 +43,8 @@ _STATE = {
     "left": "dim",
 }
 _PAGE = 8  # peers
-_RELAY_SILENT_S = 15.0  # a relay that was asked meanwhile, and has not answered
-# how a peer says that it is reached, in a column
+_RELAY_SILENT_S = 15.0  # a relay that has not answered for this long is shown as silent
+# texts for a column with the reach that a peer reports
 _REACH = {"direct": "yes", "relay": "relay", "relays": "relay", "hidden": "out", "none": "out"}
 _BAR = "█▏▎▍▌▋▊▉"
 _KEYS = "q quit   ↑↓ choose   enter details   s sort   tab below   "
@@ -124,7 +124,7 @@ def headline(view: MonitorView) -> str:
 
 
 def _divided(view: MonitorView) -> str:
-    """Return how many peers are in which history, while there is more than one; else ""."""
+    """Return the number of peers in each history; empty if there is only one."""
     if len(view.histories) < 2:
         return ""
     parts = ", ".join(f"{one.peers} in {one.head[:8]}" for one in view.histories)
@@ -317,7 +317,7 @@ def _peer_line(peer: PeerView, columns: int, chosen: bool) -> Text:
 
 
 def _reach(peer: PeerView) -> str:
-    """Return how a peer is reached: whether it answers this monitor, else what it says itself."""
+    """Return how a peer is reached: whether it answers this monitor, else its own report."""
     said = _REACH.get(peer.reach.partition(" ")[0], "?")
     if peer.reached is not None and said != "relay":
         return "yes" if peer.reached else "no"

@@ -1,7 +1,8 @@
 """The histories of a run, as its peers report them: how many peers are in each, breaks and reunions.
 
-Peers of one history report different heads for a moment after each round. What tells histories apart is the
-line: the head after the last break. A peer that is cut off and waits is still in the history of the others.
+Peers of one history report different heads for a moment after each round. Histories are distinguished by
+their line, which is the head after the last break. A peer that is cut off and waits is still in the history
+of the others.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ from collections.abc import Iterable
 from swarm.metrics.record import Metrics
 from swarm.monitor.logic.view import HistoryView
 
-_LINES_MAX = 1024  # known lines, so that a liar that invents some fills no memory
+_LINES_MAX = 1024  # limit of known lines, because a liar may invent any number
 _SHOWN_MAX = 16
 
 
 class KnownLines:
-    """The lines that were seen so far."""
+    """The lines seen so far."""
 
     def __init__(self) -> None:
         self._lines: OrderedDict[str, None] = OrderedDict()
 
     def is_new(self, line: str) -> bool:
-        """Return whether this line is that of a break which was not seen before, and remember it."""
+        """Return whether this line belongs to a new break, and remember it."""
         if not line or line in self._lines:
             return False
         self._lines[line] = None
@@ -33,7 +34,7 @@ class KnownLines:
 
 
 def histories_of(published: Iterable[Metrics]) -> tuple[HistoryView, ...]:
-    """Return the histories of these peers, that of the most peers first."""
+    """Return the histories of these peers, the one with the most peers first."""
     lines: dict[str, Counter[tuple[int, str]]] = {}
     for one in published:
         if one.head:

@@ -1,5 +1,5 @@
 """Rounds as reported by their members, merged. A liar can report rounds that never took place, but cannot
-displace those that others report.
+displace rounds that others report.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from swarm.monitor.logic.robust import median
 from swarm.monitor.logic.view import RoundView
 
 _AHEAD_MAX = 2  # epochs that a round may be ahead of the swarm
-_ALONE_MAX = 4  # rounds that only one and the same peer reports
+_ALONE_MAX = 4  # rounds that a single peer is the only one to report
 _BLAME_MAX = 8
 _ROUNDS_MAX = 50
 
@@ -34,8 +34,8 @@ class RoundTable:
         self._rounds: dict[RoundKey, _Round] = {}
 
     def add_report(self, writer: PeerId, report: RoundReport, epoch: int, now_s: float) -> RoundKey | None:
-        """Take in one member's report. Return the round's key when no other report of it was known. `epoch`
-        is the swarm's.
+        """Add one member's report. Return the round's key if this is its first report. `epoch` is the
+        swarm's.
         """
         if report.epoch > epoch + _AHEAD_MAX or report.at_s > now_s + 60.0 or not report.kind:
             return None
@@ -59,7 +59,7 @@ class RoundTable:
         return sorted(views, key=lambda view: (view.at_s, view.epoch), reverse=True)
 
     def accusers(self) -> dict[str, set[PeerId]]:
-        """Return, for every peer that was caught lying as a reducer, the peers that report it."""
+        """Return for every peer that was caught lying as a reducer the peers that report this."""
         found: dict[str, set[PeerId]] = {}
         for one in self._rounds.values():
             for writer, report in one.reports.items():

@@ -134,7 +134,7 @@ function banner(status, view, age) {
   const divided = view.histories.length > 1 ? `The run is divided into ${view.histories.length} histories: ${view.histories.map((one) => `${whole(one.peers)} peers in ${one.head.slice(0, 8)}`).join(", ")}.` : "";
   const text = status === "off" ? `The monitor does not answer. What is shown is ${ago(age)} old.`
     : status === "lost" ? `No peer answers the monitor. What is shown is ${ago(age)} old. ${view.link.text}`
-    : status === "late" ? `No answer from the swarm for ${ago(age)}: what is shown is old.`
+    : status === "late" ? `No answer from the swarm for ${ago(age)}: the values are old.`
     : view.link.text || divided;
   const element = $("banner");
   element.hidden = !text;

@@ -82,7 +82,7 @@ def read_corpus(folder: Path | None, *, bytes_max: int, sample_bytes: int) -> Co
         target = held_out if is_held_out(path.relative_to(root).as_posix()) else training
         target += content[: bytes_max - len(training) - len(held_out)]
     if not held_out and len(training) >= 2 * _HELD_OUT_PART * sample_bytes:
-        # None of the few files is held out by its hash: hold out the end of the text instead.
+        # The hash held out none of the few files: hold out the end of the text instead.
         cut = len(training) - len(training) // _HELD_OUT_PART
         training, held_out = training[:cut], training[cut:]
     if min(len(training), len(held_out)) <= sample_bytes:

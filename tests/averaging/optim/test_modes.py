@@ -255,7 +255,7 @@ def test_streaming_synchronises_fragments_in_turn_while_training_continues(
         deltas = [one.delta(epoch) for one in plain]
         spans[epoch % fragments] = [0.0, 0.0]
         average([one.mode for one in seats], weights)
-        for nth in range(delay):  # training goes on
+        for nth in range(delay):  # training continues
             for worker in range(2):
                 seats[worker].step(1000 + 10 * epoch + nth, 1)
                 plain[worker].step(1000 + 10 * epoch + nth, 1)
