@@ -58,6 +58,7 @@ def as_record(row: Row, run: str) -> dict[str, Any]:
         "limit": row.limit,
         "notes": [without_paths(note) for note in row.notes],
         "series": [_series_record(series) for series in (row.ours, row.peer) if series is not None],
+        **({"curve": [[float(f"{x:.4g}"), float(f"{y:.4g}")] for x, y in row.curve]} if row.curve else {}),
     }
 
 
@@ -125,6 +126,7 @@ ORDER = (
         "slowdown",
         "speeds",
         "convergence",
+        "untrained",
         "churn",
         "codec",
         "cuda",

@@ -85,6 +85,8 @@ class Row:
     shown: Literal["peer / ours", "ours / peer"] | None = None  # which ratio is shown; None: that of the aim
     limit: str = ""  # the physical limit
     notes: tuple[str, ...] = field(default=())
+    # points of a chart with curves: (bytes per parameter, loss)
+    curve: tuple[tuple[float, float], ...] = ()
 
     @property
     def ratio_kind(self) -> str | None:

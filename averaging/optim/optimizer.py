@@ -226,6 +226,8 @@ class Optimizer(DelegatingOptimizer):
         Args:
             batch_size: Samples whose mean the gradients are; None: `batch_size_per_step`.
             closure: Called first, with gradients enabled; also accepted as the first argument, as in torch.
+
+        Raises UsageError when a torch scheduler that is not the run's has changed the learning rate.
         """
         if callable(batch_size):
             batch_size, closure = None, batch_size
