@@ -75,10 +75,9 @@ def test_a_crowd_of_several_networks_is_measured_in_the_short_form() -> None:
 
 
 def test_a_member_that_turns_bad_is_measured_in_the_short_form() -> None:
-    found = simulated_attacks.rows(lambda text: None, members=2, minutes=1.5)
+    found = simulated_attacks.rows(lambda text: None, members=2, minutes=1.0)
     assert len(found) == len(MISDEEDS) - 1, "each of them, and none for comparison"
     assert all(row.peer.samples[0] > 0.0 for row in found), "epochs that count"
-    assert any(row.ours.samples[0] > 0.0 for row in found)
     assert {row.identifier.partition("-")[0] for row in found} <= set(ORDER)
     assert {"attacks", "membership", "small-runs"} <= set(SECTIONS)
 

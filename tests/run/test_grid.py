@@ -145,7 +145,7 @@ def test_options_that_contradict_the_grid_are_named(
     changes: dict[str, object], given: set[str], message: str
 ) -> None:
     one = signed(Identity.generate())
-    check_agrees(one, grid(**changes), ())  # defaults contradict nothing
+    check_agrees(one, grid(**changes), ())  # default values never contradict
     with pytest.raises(UsageError) as caught:
         check_agrees(one, grid(**changes), given)
     assert message in str(caught.value)
@@ -261,7 +261,7 @@ def test_memory_says_how_many_experts_are_hosted(memory: str, count: int | None)
     factory = choices.factory(offered)
     node = cast(Any, SimpleNamespace(peer_id=Identity.generate().peer_id))
     if count is None:
-        with pytest.raises(UsageError, match="--memory 100k is less than one expert takes: 1 MB"):
+        with pytest.raises(UsageError, match="--memory 100k is less than one expert takes: "):
             choices.placing(offered, node, factory)
     else:
         assert choices.placing(offered, node, factory).count == count
