@@ -65,6 +65,9 @@ class ExpertFactory:
         where its free memory is known, otherwise when it has run out.
         """
         free = free_bytes(self.device)
+        room = len(uids) if free is None else free // self.bytes_of_one()
+        if room < len(uids):
+            raise self._too_little(len(uids), room)
         made: dict[ExpertUid, Expert] = {}
         for uid in uids:
             try:
@@ -73,10 +76,6 @@ class ExpertFactory:
                 if not is_out_of_memory(error):
                     raise
                 raise self._too_little(len(uids), len(made)) from None
-            if len(made) == 1 and free is not None:
-                room = free // self._bytes_of(made[uid].module)
-                if room < len(uids):
-                    raise self._too_little(len(uids), room)
         return made
 
     def _too_little(self, wanted: int, room: int) -> UsageError:
@@ -124,9 +123,11 @@ class ExpertFactory:
         """Return the memory that one expert takes on its device, in bytes: parameters, gradients, optimizer,
         and float32 copies of smaller parameters. Activations are not included.
         """
-        return self._bytes_of(self._make()[0])
-
-    def _bytes_of(self, module: torch.nn.Module) -> int:
+        try:
+            with torch.device("meta"):  # without memory
+                module, _ = self._make()
+        except UsageError:  # a class of the user that needs a real device
+            module, _ = self._make()
         count = sum(parameter.numel() for parameter in module.parameters())
         size = self.dtype.itemsize
         if self._grid.optimizer.name == "none":
