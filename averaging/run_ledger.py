@@ -38,6 +38,9 @@ class RunLedger:
         self._own, self._run, self._standing = own, run, standing
         self._head = b""  # up to which certificates were counted
         self._is_large = False  # by the last of them the run is larger than a group
+        # Faults in rounds on that head that were not committed, by peer. They count unless others commit the
+        # head in a group without this peer: who knows that group leaves, or never begins, the other one.
+        self._uncertain: dict[PeerId, str] = {}
         self._ledger, self._clock, self._path = MemberLedger(own), clock, path
         self._lock = threading.Lock()
         self._saved_s = clock.monotonic_s()
@@ -55,6 +58,8 @@ class RunLedger:
         chain = lineage.chain((self._head,))
         with self._lock:
             self._standing.add_members(self._run, lineage.electors)
+            extended = [one.proposal.contributors for one in chain.certificates[:1]]
+            self._settle(counts=self._is_large or any(self._own in peers for peers in extended))
             for one in chain.certificates if not self._head or lineage.knows(self._head) else ():
                 worked = () if self._own in one.workers else one.workers
                 self._ledger.certified(worked, self._clock.swarm_s())
@@ -65,11 +70,29 @@ class RunLedger:
         with self._lock:
             self._ledger.contributed(samples, self._clock.swarm_s())
 
-    def fault(self, peer: PeerId, reason: str, *, held: bool = False) -> None:
-        """Record that a member of a group kept its round from going well; `held`: as its leader."""
-        _log.info("peer %s is passed over for some rounds: %s", peer, reason)
+    def fault(self, peer: PeerId, reason: str, *, held: bool = False, committed: bool = True) -> None:
+        """Record that a member of a group kept its round from going well; `held`: as its leader. A fault in a
+        round that was not `committed` counts when the next round is searched for on the same head, or when
+        the head is committed by a group with this peer.
+        """
         with self._lock:
-            self._ledger.fault(peer, reason, self._clock.swarm_s(), held=held)
+            if committed or held:
+                self._count(peer, reason, held=held)
+            else:
+                self._uncertain[peer] = reason
+
+    def _count(self, peer: PeerId, reason: str, *, held: bool = False) -> None:
+        _log.info("peer %s is passed over for some rounds: %s", peer, reason)
+        self._ledger.fault(peer, reason, self._clock.swarm_s(), held=held)
+
+    def _settle(self, *, counts: bool) -> None:
+        """Count the faults that are uncertain, or forget them. The lock is held."""
+        faults, self._uncertain = self._uncertain, {}
+        for peer, reason in faults.items() if counts else ():
+            self._count(peer, reason)
+
+    def _is_doubted(self, peer: PeerId) -> bool:
+        return peer in self._uncertain or self._ledger.is_doubted(peer)
 
     @property
     def rounds(self) -> int:
@@ -101,12 +124,15 @@ class RunLedger:
             return self._ledger.is_passed_over(peer, is_elector=peer in deciding)
 
         deciding = frozenset(electors)
+        if passes_over:
+            with self._lock:
+                self._settle(counts=True)
         return Precedence(
             electors=deciding,
             is_member=lambda peer: self._standing.is_member(peer, self._run),
             is_proven=self.has_standing,
             is_holding=self._ledger.is_holding,
-            is_doubted=self._ledger.is_doubted,
+            is_doubted=self._is_doubted,
             is_passed_over=is_passed_over if electors and passes_over else _nobody,
         )
 

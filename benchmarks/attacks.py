@@ -1,11 +1,11 @@
-"""A node and a run under attack by strangers, on real sockets: how late the node's event loop is, how much
-memory it takes, and how many epochs the run still completes.
+"""A node and a run under attack by strangers, on real sockets: the delay of the node's event loop, its
+memory, and the epochs that the run still completes.
 
-The node, or each member of the run, is a process that trains; the attacker is another one, of one address:
-all of 127.0.0 is one network, as a /24 is. Floods last seconds and are bounded in what they send. Lateness
-that the node's own work does not explain is the machine's and is left out. An attacker shares the processor
-with its victims here, and has the lowest priority; what the victims pay is also given in processor time,
-which does not depend on that.
+The node, or each member of the run, is a process that trains. The attacker is another process with one
+address prefix, because all of 127.0.0 is one /24 network. Floods last seconds, and the data that they send is
+bounded. Delays that the node's own work does not explain are due to the machine and are left out. The
+attacker shares the processor with its victims here, at the lowest priority. The victims' costs are also given
+in processor time, which does not depend on that.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ _PAUSE_S = 1.5  # after a flood, for connections to end
 
 @dataclass(frozen=True, slots=True)
 class Crowd:
-    """The identities of one attacker, and the networks (/24) that they call from."""
+    """The identities of one attacker, and the /24 networks from which they call."""
 
     identities: int
     networks: int = 1
 
     @property
     def pace_min(self) -> float:
-        """Return the part of the epochs without an attack that is aimed at."""
+        """Return the aim as a fraction of the epochs without an attack."""
         return 0.95 if self.networks == 1 else 0.9
 
 
@@ -76,7 +76,7 @@ COMPANIES = (Company(members=2), Company(members=4), Company(members=33, turns=1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How long, and how often, each attack is measured."""
+    """Duration and number of measurements of each attack."""
 
     flood_s: float = 8.0
     window_s: float = 10.0
@@ -86,7 +86,7 @@ class Plan:
     figures: frozenset[str] = frozenset()  # such as "silent_tcp" or "crowd-2"; empty: all
 
 
-# Windows of two epochs: the short forms show that crowds are measured, not what they cost.
+# Windows of two epochs: the short form only shows that crowds can be measured.
 QUICK = Plan(
     flood_s=2.0,
     window_s=2.0,
@@ -151,7 +151,7 @@ class Attack(Launch):
         return {**found[0], "processor_s": sum(one["processor_s"] for one in found)}
 
     def flood(self, do: str, seconds: float, crowd: Crowd = NOBODY) -> int:
-        """Attack for a time; return how many requests or connections that were."""
+        """Attack for a time. Return the number of requests or connections."""
         identities, networks = crowd.identities, crowd.networks
         self.attacker.send({"do": do, "seconds": seconds, "identities": identities, "networks": networks})
         answer = self.attacker.receive("flooded", time.monotonic() + seconds + _ANSWER_S)

@@ -53,7 +53,7 @@ Say = Callable[[str], None]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Churn:
     peers: int = 4
-    mean_s: float = 60.0  # mean time of a peer from one kill to the next
+    mean_s: float = 60.0  # mean time between two kills of a peer
     seconds: float = 300.0
     seed: int = 1
     step_s: float = 0.1  # minimum of one peer; its computation takes a tenth of that

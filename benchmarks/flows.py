@@ -1,10 +1,11 @@
-"""Count the files, classes and functions that a reader passes who follows one operation through the source.
+"""Count the files, classes and functions that a reader passes when following one operation through the
+source.
 
 `python -m benchmarks.flows` runs four operations under the interpreter's profiler and prints a table; with
 `--list` also the files. The first three operations have both ends in one process, so the callee counts, too.
 A file counts when one of its functions is called. Files whose classes are only defined while the operation
-imports them have a column of their own: a reader who follows the calls does not come by them. So have files
-that are called anyway while the same peers do nothing, such as the DHT's upkeep.
+imports them have a column of their own: a reader who follows the calls does not see them. So have files that
+are called anyway while the same peers do nothing, such as the DHT's upkeep.
 """
 
 from __future__ import annotations
@@ -64,10 +65,11 @@ class CallRecorder:
             self.recording = False
 
     def rest(self) -> None:
-        """Record what is called for a while although this thread does nothing."""
+        """Record what is called for a while after the operation, when this thread does nothing."""
+        operation, self.codes = self.codes, set()
         with self.record():
             time.sleep(_REST_S)
-        self.at_rest, self.codes = self.codes, set()
+        self.codes, self.at_rest = operation, self.codes
 
     def passed(self) -> Passed:
         """Return what was called so far."""
@@ -143,9 +145,9 @@ def step(recorder: CallRecorder) -> None:
                 opt.step()
                 opt.zero_grad()
 
-        recorder.rest()
         with recorder.record():
             _run_concurrently([functools.partial(train, *pair) for pair in optimizers])
+        recorder.rest()
         for _, opt in optimizers:
             opt.close()
 
@@ -161,9 +163,9 @@ def store(recorder: CallRecorder) -> None:
         second.wait_joined(10.0)
         second.dht.store("before", 1, ttl_s=60)
         time.sleep(_SETTLE_S)
-        recorder.rest()
         with recorder.record():
             second.dht.store("flows", 2, ttl_s=60)
+        recorder.rest()
 
 
 def mixture(recorder: CallRecorder) -> None:
@@ -185,9 +187,9 @@ def mixture(recorder: CallRecorder) -> None:
             layer = swarm.RemoteMixtureOfExperts(guest, in_features=8, grid="ffn.[0:2]", k_best=2)
             layer(torch.randn(4, 8)).sum().backward()
             time.sleep(_SETTLE_S)
-            recorder.rest()
             with recorder.record():
                 layer(torch.randn(4, 8, requires_grad=True)).sum().backward()
+            recorder.rest()
 
 
 def join() -> Passed:

@@ -1,9 +1,9 @@
-"""Peers that nobody can call, in network namespaces: until they are reached, what their calls cost, and what
-the loss of a relay does.
+"""Peers that cannot be called directly, in network namespaces: time until they can be reached, cost of calls,
+and effect of losing a relay.
 
-The small internet is that of the tests (`tests/chaos/namespaces.py`): routers that translate addresses, made
-of namespaces and nftables, so it needs root. Its links have no delay but where a row says so, and all ends
-share this machine's cores: times leave out round trips, and rates are bounded by processor time.
+The emulated internet is that of the tests (`tests/chaos/namespaces.py`): routers with NAT, made of namespaces
+and nftables, which needs root. Its links have no delay but where a row says so, and all ends share this
+machine's cores: times leave out round trips, and rates are bounded by processor time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.chaos.reach_peers import CROWD, entry_point
 
 Say = Callable[[str], None]
 
-_RELAY_MBIT = 100_000.0  # the processor is to be the limit
+_RELAY_MBIT = 100_000.0  # so high that the processor is the limit
 _CALLS = 30  # on one connection
 _IDLE_S = 15.0
 _TRAINED_S, _FETCHED_BYTES_PER_S = 8.0, 5e6
@@ -175,7 +175,7 @@ QUICK = Plan(
 
 
 class SceneFailed(Exception):
-    """A peer ended, or did not do in time what was waited for."""
+    """A peer ended, or an expected event did not occur in time."""
 
 
 @dataclass(slots=True)
@@ -226,7 +226,7 @@ def rows(say: Say, plan: Plan | None = None) -> Iterator[list[Row]]:
     for measure in measures:
         try:
             measure(say, plan, samples)
-        except (AssertionError, SceneFailed) as failure:  # of the tests' helpers: what did not come in time
+        except (AssertionError, SceneFailed) as failure:  # raised by the tests' helpers after a timeout
             samples.launches_failed += 1
             samples.fail(str(failure).partition("; last events")[0])
             say(f"reach: {failure}")
@@ -283,16 +283,16 @@ class Peer:
         return found
 
     def order(self, answer: str, **order: Any) -> dict[str, Any]:
-        """Let it do something, and return how that has ended. Raises SceneFailed when it went wrong."""
+        """Send it an order, and return the result. Raises SceneFailed if the order failed."""
         self.tell(**order)
         return self.answer(answer)
 
     def tell(self, **order: Any) -> None:
-        """Let it do something."""
+        """Send it an order."""
         self.process.tell(json.dumps(order))
 
     def answer(self, answer: str) -> dict[str, Any]:
-        """Return how that has ended. Raises SceneFailed when it went wrong."""
+        """Return the result of an order. Raises SceneFailed if the order failed."""
         event = self.process.wait(
             answer, lambda event: event["event"] == answer and not event.get("seen"), 2 * _WAIT_S
         )
@@ -375,7 +375,7 @@ def _start(
 
 
 def _idle_percent(relayed: Sequence[Peer], opened: Peer) -> list[float]:
-    """Return how much of a core each peer takes while nothing is asked of it, beyond what `opened` takes."""
+    """Return the share of a core that each idle peer uses, beyond that of `opened`."""
     before = [peer.processor_s() for peer in (opened, *relayed)]
     time.sleep(_IDLE_S)
     spent_s = [peer.processor_s() - old for peer, old in zip((opened, *relayed), before, strict=True)]
@@ -510,7 +510,7 @@ def _recovered_s(say: Say, what: str, peers: Sequence[Peer]) -> float:
 
 
 def _now(peer: Peer) -> list[str]:
-    """Return how a peer said last that it is reached."""
+    """Return the reach that a peer reported last."""
     last = [event for event in peer.process.events if event["event"] == "reach"][-1]
     return list(last["contact"])
 

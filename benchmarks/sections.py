@@ -44,6 +44,7 @@ from benchmarks import (
     small_runs,
     trainer_costs,
     unequal_speeds,
+    untrained,
 )
 from benchmarks import state as states
 from benchmarks.allreduce import Setting
@@ -176,6 +177,7 @@ SECTIONS = {
     ),
     "slow-peers": Section(rows=_once(lambda request: slow_peers.rows(request.setting.say))),
     "convergence": Section(rows=lambda request: convergence.rows(request.setting.say, request.folder)),
+    "untrained": Section(rows=lambda request: untrained.rows(request.setting.say, request.folder)),
     "churn": Section(rows=_once(lambda request: churn.rows(request.setting.say))),
     "cuda": Section(rows=lambda request: cuda.rows(request.setting.say), check=cuda.check),
 }

@@ -1,4 +1,4 @@
-"""A member that turns bad in a small run: epochs a minute of the honest ones, in virtual time.
+"""A hostile member in a small run: epochs per minute of the honest members, in virtual time.
 
 The figures are the same on every machine. The first three epochs of each attack do not count.
 """
@@ -22,7 +22,7 @@ Say = Callable[[str], None]
 
 
 def rows(say: Say, members: int, minutes: float = MINUTES) -> list[Row]:
-    """Return the rows of a run of some members, one for each misdeed."""
+    """Return the rows of a run of some members, one for each attack."""
     with _quiet():
         alone = run_attack(Attack(members=members, minutes=minutes, calm_s=_CALM_S, rounds_free=1))
         found = {}
@@ -38,7 +38,7 @@ def rows(say: Say, members: int, minutes: float = MINUTES) -> list[Row]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep warnings back: each fault is one of many peers."""
+    """Suppress warnings, because each fault makes many peers warn."""
     logging.disable(logging.CRITICAL)
     try:
         yield

@@ -51,7 +51,7 @@ from swarm.runtime.thread import TURN_S_MAX, NetworkThread
 
 _logger = logging.getLogger(__name__)
 
-# The constructor waits at most this long for the first bootstrap peer; joining goes on in the background.
+# The constructor waits at most this long for the first bootstrap peer; joining continues in the background.
 _FIRST_JOIN_S = 0.2
 _BOOK_ENTRIES_MAX = 1000  # 200 bytes each, written as one file
 _HOUSEKEEPING_S = 30.0  # interval at which the peer book is saved and unused connections are closed

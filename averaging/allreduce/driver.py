@@ -31,7 +31,7 @@ from averaging.allreduce.work import ChunkWork
 from averaging.history.certificate import Vote
 from averaging.reduction.framing import unpack
 from swarm.core.errors import PeerError, UsageError
-from swarm.core.ids import Contact, PeerId
+from swarm.core.ids import Contact
 from swarm.core.notify import ChangeEvent
 from swarm.net.rpc import Stream
 from swarm.wire.reduce_pb2 import (
@@ -138,7 +138,7 @@ class RoundDriver:
         except* _RoundOver:
             pass
         except* UsageError as errors:  # the node was closed meanwhile
-            self.feed(on.GiveUp(f"{name} cannot go on: {first_error(errors)}"))
+            self.feed(on.GiveUp(f"{name} cannot continue: {first_error(errors)}"))
         except* OutOfMemory:
             self.feed(on.GiveUp(f"{name} {self.offload.out_of_memory}"))
         finally:
@@ -254,10 +254,6 @@ class RoundDriver:
 
     # ---- this member's own work
 
-    async def find_elector(self, elector: PeerId) -> Contact | None:
-        """Return the contact of an elector outside of the group; None when it is not known."""
-        return await self.voter.find_contact(elector)
-
     async def exclude_self(self, element: int) -> None:
         """Stop contributing because of this element of the vector."""
         await self.offload.work(self.kernels.exclude_self, element)
@@ -351,7 +347,7 @@ class RoundDriver:
 
     def _end_senders(self) -> None:
         """End the streams of other members that would otherwise outlive the round. Those that still give
-        averages of a committed round to slower members go on, for as long as the round might have taken.
+        averages of a committed round to slower members continue, for as long as the round might have taken.
         """
         finish = self.machine.finished
         goes_on = finish is not None and not finish.failure and len(self.averages) == len(self.own_chunks)

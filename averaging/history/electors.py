@@ -194,7 +194,7 @@ def _remembered(
     electors: Sequence[PeerId], register: Register, contributors: Sequence[PeerId], after: Sequence[PeerId]
 ) -> tuple[Known, ...]:
     """Return what is remembered after a round. Those that were in it are before those that were not, so that
-    identities that contributed once displace nobody who goes on.
+    identities that contributed once displace nobody who continues.
     """
     known, gone, here = {one.peer: one for one in register.known}, set(after), set(contributors)
     missed = [Known(peer, known[peer].rounds if peer in known else 0, True) for peer in electors]

@@ -1,4 +1,4 @@
-"""How long a peer without a quorum waits before it goes on by itself with a break, and whether others may
+"""How long a peer without a quorum waits before it continues by itself with a break, and whether others may
 have waited for it. Pure.
 """
 
@@ -51,7 +51,7 @@ class SleepWatch:
     TICK_S: Final = 5.0
 
     def __init__(self, now_s: Callable[[], float]) -> None:
-        """`now_s`: a clock that goes on while the machine is suspended, as a monotonic one does not. A
+        """`now_s`: a clock that continues while the machine is suspended, as a monotonic one does not. A
         correction of it by more than the shortest grace looks like sleep.
         """
         self._now_s, self._awake_s = now_s, now_s()

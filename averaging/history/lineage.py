@@ -1,7 +1,7 @@
 """The lineage of one peer: the history that its state comes from, the promises of its votes, and its relation
 to the histories of others. Pure.
 
-A peer without a quorum waits for the grace before it goes on by itself with a break, so that a short cut
+A peer without a quorum waits for the grace before it continues by itself with a break, so that a short cut
 costs a pause and not a fork. Histories that have parted are united by a rule that is fixed at the moment when
 they part, so that identities created later have no influence.
 """
@@ -44,7 +44,7 @@ from swarm.core.standing import NO_SPECIFICATION, Founding
 # certificates kept; histories that parted for more rounds are compared by their breaks
 CERTIFICATES_MAX: Final = 256
 PARTINGS_MAX: Final = 8  # heads before breaks that are remembered after their certificates
-_DECIDING: Final = "a majority of the {} peers that decide how this run goes on"
+_DECIDING: Final = "a majority of the {} peers that decide how this run continues"
 
 
 class Lineage:
@@ -311,7 +311,7 @@ class Lineage:
         Call `promise` before the vote is sent.
 
         Somebody may hold a certificate for what it voted for before on this head, so it waits until that can
-        no longer be (`release`), or goes on with a break after the grace.
+        no longer be (`release`), or continues with a break after the grace.
 
         An elector that is asked for its vote from `outside` of the group, and has voted in another attempt,
         votes for none: otherwise nobody could tell that the attempts have failed.
@@ -362,7 +362,7 @@ class Lineage:
 
     def wake(self) -> None:
         """Record that this process stood still for longer than the shortest grace. Other electors may have
-        gone on with a break meanwhile. A peer that is a quorum by itself would not ask them: as after a
+        continued with a break meanwhile. A peer that is a quorum by itself would not ask them: as after a
         restart it takes no part in decisions on this head.
         """
         others = any(peer != self.own and peer not in self._goodbyes for peer in self.electors)

@@ -86,7 +86,7 @@ class EpochCloser:
         self._newcomers = NewcomerWait(self._epoch_began_s)
 
     def is_behind(self) -> bool:
-        """Return whether the swarm went on without this peer. In modes where peers proceed alone, a few
+        """Return whether the swarm continued without this peer. In modes where peers proceed alone, a few
         epochs of difference are tolerated.
         """
         if self._history is not None:
@@ -96,7 +96,7 @@ class EpochCloser:
         )
 
     def is_obsolete(self) -> bool:
-        """Return whether the running round can no longer succeed: the swarm went on without this peer, or,
+        """Return whether the running round can no longer succeed: the swarm continued without this peer, or,
         while it searched for a group, the quorum was lost for the length of the grace. The remaining peers
         then meet for a round with a break, once each has noticed it. A search is over, too, when nobody is
         left in this epoch: the others have died, or follow another history.
@@ -179,8 +179,8 @@ class EpochCloser:
 
     def wait_for_quorum(self, failed: int) -> CloseOutcome | None:
         """Wait until this peer may try to commit: with a majority of the peers that decide, or after the
-        grace. Return None then, or the outcome of an attempt that ends here: others went on meanwhile, or the
-        mode trains on while it waits.
+        grace. Return None then, or the outcome of an attempt that ends here: others continued meanwhile, or
+        the mode trains on while it waits.
         """
         history, self.round_is_break = self._history, False
         if history is None:
@@ -380,14 +380,14 @@ class EpochCloser:
         """Return whether a round over the state cannot succeed: nobody will join it, or there is no quorum.
         Then this peer continues training while the grace runs, and the state is averaged the next time.
         """
-        if self._others_went_on():
+        if self._others_continued():
             return True
         self._look_for_quorum()
         # the missing vote may be that of this round
         free = not self._averager.in_state_round or (self._history is not None and self._history.is_bound)
         return self._lacks_quorum and free
 
-    def _others_went_on(self) -> bool:
+    def _others_continued(self) -> bool:
         """Return whether all others have finished averaging the state of this epoch, so that nobody will join
         that round.
         """

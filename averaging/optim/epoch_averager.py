@@ -438,7 +438,7 @@ def relative_distance(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]
 def check_codec(options: AveragingOptions, traits: ModeTraits) -> None:
     """Raise UsageError for a codec or a strategy that would damage what this mode averages."""
     codec = options.codec
-    if options.strategy is not None and (traits.role == "parameter" or traits.slots > 1):
+    if options.strategy is not None and (traits.role == "parameter" or traits.flat):
         why = (
             "averages parameters themselves"
             if traits.role == "parameter"

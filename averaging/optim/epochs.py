@@ -1,5 +1,5 @@
 """The loop over epochs: accumulate, close the epoch together with the other peers, and download the state
-when the swarm went on without this peer.
+when the swarm continued without this peer.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ class EpochLoop:
         )
 
     def _grace_is_over(self) -> bool:
-        """Return whether this peer has waited for a quorum for long enough to go on without."""
+        """Return whether this peer has waited for a quorum for long enough to continue without."""
         history = self._tracker.history
         return history is not None and history.keep_waiting(self._tracker.voters(), self._clock.monotonic_s())
 

@@ -210,10 +210,15 @@ async def fetch_history(
 
 
 async def ask_holders(
-    holders: Iterable[Sequence[Contact]], at_once: int, ask: Callable[[Contact], Awaitable[bool]]
+    holders: Iterable[Sequence[Contact]],
+    at_once: int,
+    ask: Callable[[Contact], Awaitable[bool]],
+    *,
+    pause_s: float = 0.0,
 ) -> None:
     """Ask the peers of each list, which hold the same item, one after the other until one has answered;
-    `at_once` lists concurrently. `ask` returns whether the peer has answered.
+    `at_once` lists concurrently. `ask` returns whether the peer has answered; after one that did not nobody
+    is asked in its place for `pause_s`.
     """
     places = asyncio.Semaphore(at_once)
 
@@ -222,6 +227,7 @@ async def ask_holders(
             for contact in contacts:
                 if await ask(contact):
                     return
+                await asyncio.sleep(pause_s)
 
     async with asyncio.TaskGroup() as tasks:
         for contacts in holders:

@@ -34,7 +34,7 @@ class GridRound:
     def __init__(
         self, plan: RoundPlan, history: RunHistory, is_obsolete: Callable[[], bool], grace_s: float
     ) -> None:
-        """Begin. The rounds are cancelled `grace_s` after the swarm went on without this peer
+        """Begin. The rounds are cancelled `grace_s` after the swarm continued without this peer
         (`is_obsolete`).
         """
         self._plan, self._history, self._node = plan, history, plan.averager.node
@@ -127,7 +127,9 @@ class GridRound:
             self._outcome = result  # nothing has changed, and it can be tried again
             return
         if result.failed:
-            _log.info("epoch %d goes on without round %d: %s", self._plan.epoch, self._number, result.detail)
+            _log.info(
+                "epoch %d continues without round %d: %s", self._plan.epoch, self._number, result.detail
+            )
         else:
             self._averaged, self._weight = result, result.weight
             self._first = self._first or result

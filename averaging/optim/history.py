@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 _PROBE_INTERVAL_S = 1.0  # interval at which missing electors are looked for
 _FETCHES_MAX = 8  # histories fetched at once
-_STRANGE_FETCHES_MAX = 4  # beside them, histories of strangers
+_STRANGE_MAX, _STRANGE_PAUSE_S = 4, 2.0  # beside them, of strangers; after one that did not answer
 
 
 class RunHistory:
@@ -204,7 +204,7 @@ class RunHistory:
 
     def lacks_certificate(self, now_s: float) -> None:
         """Record that the electors do not certify what the cells have averaged. Call it every second or so:
-        after the grace this peer goes on with a break.
+        after the grace this peer continues with a break.
         """
         with self._lock:
             self._is_break = self._lineage.may_break(now_s, 0.0)
@@ -303,7 +303,7 @@ class RunHistory:
         return certified is not None and repeatable
 
     def keep_up(self) -> None:
-        """Follow the swarm's history, if it went on, on behalf of a peer that has no state."""
+        """Follow the swarm's history, if it continued, on behalf of a peer that has no state."""
         if (ahead := self.ahead) is not None:
             self.follow(ahead)
             self.settle()
@@ -355,7 +355,7 @@ class RunHistory:
         if not head:
             return
         with self._lock:
-            self._heads.heard(contact, head, self._node.clock.monotonic_s())
+            self._heads.heard(contact, head, self._node.clock.monotonic_s(), self._counts)
             if self._is_open(head):
                 self._wake.notify()
 
@@ -379,7 +379,7 @@ class RunHistory:
                 await self._wake.wait()
                 await self.compare()
                 if self._strange and (comparing is None or comparing.done()):
-                    asking = ask_holders(self._strange, _STRANGE_FETCHES_MAX, self._fetch)
+                    asking = ask_holders(self._strange, _STRANGE_MAX, self._fetch, pause_s=_STRANGE_PAUSE_S)
                     comparing = tasks.create_task(asking)
 
     async def _watch_sleep(self) -> None:

@@ -226,6 +226,8 @@ class Optimizer(DelegatingOptimizer):
         Args:
             batch_size: Samples whose mean the gradients are; None: `batch_size_per_step`.
             closure: Called first, with gradients enabled; also accepted as the first argument, as in torch.
+
+        Raises UsageError when a torch scheduler that is not the run's has changed the learning rate.
         """
         if callable(batch_size):
             batch_size, closure = None, batch_size
@@ -445,7 +447,7 @@ class Optimizer(DelegatingOptimizer):
             self._history.restore(past)
 
     def register_reunion_hook(self, hook: Callable[[Optimizer], None]) -> RemovableHandle:
-        """Call `hook(optimizer)` on the trainer's thread when this peer was cut off, went on by itself, and
+        """Call `hook(optimizer)` on the trainer's thread when this peer was cut off, continued by itself, and
         is about to give that up for the state of the others: save a checkpoint in it to keep what it made.
         """
         handle = RemovableHandle(self._loop.reunion_hooks)

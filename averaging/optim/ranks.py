@@ -245,7 +245,7 @@ class WholeParameters:
 
     @property
     def are_stale(self) -> bool:
-        """Return whether the shards have gone on since they were gathered."""
+        """Return whether the shards have continued since they were gathered."""
         return self._is_stale
 
 

@@ -1,4 +1,4 @@
-"""A node in a network namespace that says how it is reached, and calls others when it is told to.
+"""A node in a network namespace that reports how it is reached, and calls others on order.
 
 Its only argument is JSON: `listen`, `bootstrap` (addresses), and `relay_mbit`, how much it relays for others.
 It prints events as JSON lines, and takes orders as such from its standard input.
@@ -30,7 +30,7 @@ _CALL_S_MAX, _FETCH_S_MAX = 30.0, 120.0
 _LOOK_S = 0.005
 _WIDTH, _BATCH = 512, 64  # of the model that is trained
 _AGAIN_S = 0.02
-# what a node says in its log, and the event that is made of it
+# text of a log line -> name of the event
 _SAID = {
     "is connected through the relay": "circuit",
     "is called directly from now on": "punched",

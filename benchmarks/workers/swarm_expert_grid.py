@@ -91,7 +91,7 @@ def mixture_steps(node: swarm.Node, order: dict[str, Any]) -> dict[str, Any]:
         x = torch.randn(order["batch"], WIDTH, generator=generator).requires_grad_()
         begun_s = time.monotonic()
         y = layer(x)
-        y.sum().backward()  # type: ignore[no-untyped-call, unused-ignore]
+        y.sum().backward()
         seconds.append(time.monotonic() - begun_s)
         assert layer.last_forward is not None
         calls_made = len(layer.last_forward.answered)

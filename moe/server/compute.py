@@ -216,7 +216,7 @@ class ComputeThread:
         try:
             target()
             has_ended = True
-        finally:  # the error goes on: Python reports it, unless it is SystemExit
+        finally:  # the error continues: Python reports it, unless it is SystemExit
             if not has_ended:
                 self._fail(DeviceFailed(self._device, sys.exception() or RuntimeError("its thread ended")))
                 if not self._reported and self._failure is not None:

@@ -392,7 +392,7 @@ class HostingService:
             pending = self._pending.get(admitted.pass_id)
         if pending is None:
             tensors = await self._decode(admitted, payload)
-            # the same request may have come again, and been answered, meanwhile
+            # a repetition of the request may have been answered meanwhile
             if admitted.is_backward and len(payload) > _POOLED_BYTES:
                 applied = self._earlier_outcome(admitted)
                 if applied is not None:

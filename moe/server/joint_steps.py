@@ -54,9 +54,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _REFRESH_S = 5.0  # interval at which the directory is read
-_REFRESH_S_MIN = 0.5  # however many peers call that are not known
+_REFRESH_S_MIN = 0.5  # lower limit, even if many unknown peers call
 _READ_TIMEOUT_S = 5.0
-_TELL_TIMEOUT_S = 2.0  # then a replica is left out until the next look
+_TELL_TIMEOUT_S = 2.0  # timeout of a replica, which is then left out until the next refresh
 _HOLD_S = 15.0  # a pass waits this long for a step, then its caller may ask another replica
 _ROUND_TIMEOUT_S = 10.0
 _ROUNDS_MAX = 2  # failed rounds with the same replicas, after which this one steps without them
@@ -284,7 +284,7 @@ class JointExpert:
                 self._counts.distrust(invented_by, now_s, gravely=True)
             elif (verdict := self._judge(result, announced)).excessive or not self._completes(verdict):
                 _log.warning("%s made no joint step: its replicas brought too little, or too much", self._uid)
-                # who was not in the round may be late: once is an accident
+                # a replica that is missing in one round may only be late
                 self._failed_rounds += 1
                 absent = verdict.unkept - set(result.peers)
                 late = absent if self._failed_rounds < _ROUNDS_MAX else frozenset[PeerId]()
@@ -345,7 +345,7 @@ class JointExpert:
         with expert.lock:
             own = self._before = self._own
             taken = expert.take_batch(self._tensors)
-        # one huge request counts as much as a replica may bring
+        # a huge request counts at most with a replica's limit
         most = TARGETS_PER_REPLICA_MAX * expert.target_batch_size
         pending = None
         try:

@@ -110,8 +110,8 @@ class Control:
         return [one.pid for one in self.running()]
 
     def set_paused(self, one: Running, paused: bool, *, free: bool = False) -> None:
-        """Ask a command to pause, and to free its memory at once, or to go on. Raise SwarmError if the folder
-        cannot be written to.
+        """Ask a command to pause, and to free its memory at once, or to continue. Raise SwarmError if the
+        folder cannot be written to.
         """
         try:
             if paused:

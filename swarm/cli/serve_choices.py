@@ -15,6 +15,7 @@ from swarm.cli.invite import contacts_of
 from swarm.core.errors import UsageError
 from swarm.core.ids import Contact
 from swarm.core.presets import Preset
+from swarm.core.wording import size
 from swarm.run.grid import GridSpecification
 from swarm.run.grid_entry import module_hash
 from swarm.run.limits import parse_size
@@ -206,9 +207,7 @@ class ServeChoices:
             needed = factory.bytes_of_one()
             room = parse_size(self.memory) // needed
             if not room:
-                raise UsageError(
-                    f"--memory {self.memory} is less than one expert takes: {needed / 1e6:,.0f} MB"
-                )
+                raise UsageError(f"--memory {self.memory} is less than one expert takes: {size(needed)}")
             count = min(room, count or sum(pattern.count for pattern in self.patterns(grid)), EXPERTS_MAX)
         folder = self.checkpoint.expanduser() if self.checkpoint is not None else None
         return Placing(node, self.patterns(grid), count, folder)

@@ -157,8 +157,8 @@ def current_device(device: torch.device) -> contextlib.AbstractContextManager[ob
 
 @contextlib.contextmanager
 def explained_failures(device: torch.device) -> Iterator[None]:
-    """Within the context, raise a SwarmError that a person understands when `device` fails for good or has no
-    memory left.
+    """Within the context, raise a SwarmError that a user understands when `device` fails permanently or has
+    no memory left.
     """
     try:
         yield

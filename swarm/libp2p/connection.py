@@ -68,8 +68,8 @@ class MuxedStream:
         return data
 
     async def propose(self, protocol: str) -> None:
-        """Say what the stream is for. Writing may go on at once; the peer's answer is read before all else.
-        Raises NetworkError when the stream is gone.
+        """Say what the stream is for. Writing may continue at once; the peer's answer is read before all
+        else. Raises NetworkError when the stream is gone.
         """
         self.protocol = self._proposed = protocol
         await propose(self, protocol)
@@ -323,7 +323,7 @@ class PeerConnection:
             for event in self._session.receive(data):
                 self._dispatch(event)
             self._to_send.notify()  # acknowledgements, answers to pings
-            # Not a wait: two ends that both wait for the other to read would do so for ever. Writers of this
+            # Not a wait: two ends that both wait for the other to read would do so forever. Writers of this
             # side add one piece each beyond the limit.
             if self._session.pending > _PENDING_BYTES_MAX + (self._session.streams + 1) * yamux.PIECE_BYTES:
                 raise PeerError("it reads no answers to what it asks for")

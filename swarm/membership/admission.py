@@ -7,7 +7,6 @@ same peers therefore agree. docs/decisions/0031 describes the limits of this.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -49,26 +48,29 @@ GUEST_METHODS = (
 # they have no capability.
 ENTRY_POINT_METHODS = ("/swarm.Node/", "/swarm.Dht/")
 _OWNERS_RIGHTS = Rights(roles=frozenset(ROLES), expires_s=math.inf, signed_s=0, grants=())
+_METHODS_MAX, _METHOD_CHARACTERS_MAX = 64, 64  # remembered for each peer: callers choose the names
 _REVOKED = "the owner of the run has revoked this peer's invite"
 
 
-@functools.lru_cache(maxsize=256)
 def _lacking(roles: frozenset[Role], method: str) -> frozenset[Role]:
-    """Return the roles of which a caller lacks one for a method; empty if it may call it. Cached, because
-    every call checks it.
-    """
+    """Return the roles of which a caller lacks one for a method; empty if it may call it."""
     fitting = max((prefix for prefix in NEEDED_ROLES if method.startswith(prefix)), key=len, default="")
     needed = NEEDED_ROLES.get(fitting, roles)
     return frozenset() if roles & needed else needed
 
 
-@functools.lru_cache(maxsize=256)
 def _lacking_callee(roles: frozenset[Role], method: str) -> frozenset[Role]:
     """Return the roles of which a callee lacks one for a method; empty if it has one."""
     for prefix, needed in CALLEE_ROLES.items():
         if method.startswith(prefix) and not roles & needed:
             return needed
     return frozenset()
+
+
+def _remember(methods: set[str], method: str) -> None:
+    """Remember that a peer's roles allow a method: each call asks."""
+    if len(methods) < _METHODS_MAX and len(method) <= _METHOD_CHARACTERS_MAX:
+        methods.add(method)
 
 
 @dataclass(slots=True)
@@ -126,16 +128,27 @@ class Admission:
 
     def refusal(self, caller: PeerId, method: str, now_s: float) -> str:
         """Return why this peer may not call this method; empty if it may."""
+        rights = self._standings.get(caller)
+        if rights is not None and method in rights.may_call and now_s < rights.expires_s:
+            return ""
         roles = self.roles(caller, now_s)
         if not roles:
             return self._sentence("a peer joins with an invite (swarm1…), which a member makes for it")
         lacking = _lacking(roles, method)
-        return self._sentence(f"this needs the role {' or '.join(sorted(lacking))}") if lacking else ""
+        if lacking:
+            return self._sentence(f"this needs the role {' or '.join(sorted(lacking))}")
+        _remember(self._standings[caller].may_call, method)
+        return ""
 
     def callee_refusal(self, callee: PeerId, method: str, now_s: float) -> str:
         """Return why this peer must not be called for this method; empty if it may."""
+        rights = self._standings.get(callee)
+        if rights is not None and method in rights.may_answer and now_s < rights.expires_s:
+            return ""
         lacking = _lacking_callee(self.roles(callee, now_s), method)
         if not lacking:
+            if callee in self._standings:
+                _remember(self._standings[callee].may_answer, method)
             return ""
         needed = " or ".join(sorted(lacking))
         return self._sentence(f"peer {callee} offers a service for which it lacks the role {needed}")

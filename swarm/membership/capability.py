@@ -9,7 +9,7 @@ and no later expiration. So a peer that may invite can pass on a part of what it
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 import msgpack
@@ -71,6 +71,9 @@ class Rights:
     expires_s: float
     signed_s: int  # when the last grant was signed
     grants: Grants
+    # methods that these roles were found to allow: to its holder as a caller, and as the one that is called
+    may_call: set[str] = field(default_factory=set, compare=False, repr=False)
+    may_answer: set[str] = field(default_factory=set, compare=False, repr=False)
 
     def concerns(self, peers: frozenset[PeerId]) -> bool:
         """Return whether one of these keys is the holder, its invite, or an earlier issuer."""

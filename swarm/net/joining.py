@@ -1,8 +1,8 @@
 """Join the swarm, and rejoin it when needed, in the background until the node closes.
 
 Every bootstrap address is tried at once; when none answers, peers remembered in the book are tried. A failed
-attempt is repeated with a back-off. A joined node repeats this occasionally. It thereby finds bootstrap peers
-that have returned, and two halves of a swarm merge after a network partition.
+attempt is repeated with a back-off. A joined node repeats this occasionally, to find bootstrap peers
+that have returned, and to merge two halves of a swarm after a network partition.
 """
 
 from __future__ import annotations

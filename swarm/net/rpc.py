@@ -95,8 +95,8 @@ class Stream(Protocol):
         ...
 
     async def finish(self) -> None:
-        """Finish sending on the caller's end; receiving may go on. A handler finishes by returning, and this
-        does nothing there.
+        """Finish sending on the caller's end; receiving may continue. A handler finishes by returning, and
+        this does nothing there.
         """
         ...
 
@@ -185,7 +185,7 @@ class Handlers:
         self._add(method.name, StreamHandler(method, handler))
 
     def remove(self, name: str) -> None:
-        """Remove a method; calls that are being handled go on."""
+        """Remove a method; calls that are being handled continue."""
         self._by_name.pop(name, None)
 
     def names(self) -> list[str]:

@@ -195,7 +195,7 @@ def _differences_of_training(old: RunSpecification, new: RunSpecification) -> li
     if old.target_batch_size != new.target_batch_size:
         sentences.append(f"an epoch is {new.target_batch_size:,} samples now, not {old.target_batch_size:,}")
     if old.paused != new.paused:
-        sentences.append("training is paused" if new.paused else "training goes on")
+        sentences.append("training is paused" if new.paused else "training continues")
     if old.end != new.end:
         sentences.append("it ends at another point")
     return sentences

@@ -150,7 +150,7 @@ class CheckpointWriter:
         try:
             path = self._checkpoints.save(view, self._parameters, self._about)
         except SwarmError as error:
-            self._emit(Notice(text=f"{error}; training goes on"))
+            self._emit(Notice(text=f"{error}; training continues"))
         except (RuntimeError, MemoryError) as error:
             if not (is_device_failure(error) or is_out_of_memory(error)):
                 raise

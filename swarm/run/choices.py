@@ -21,7 +21,7 @@ _Epochs = Annotated[int, Field(ge=0, le=1 << 20)]
 _SETTINGS: dict[str, set[str]] = {
     "gradients": {"delayed"},
     "local": set(),
-    "diloco": {"outer_lr", "momentum", "nesterov", "streaming", "delay_steps"},
+    "diloco": {"outer_lr", "momentum", "nesterov", "streaming", "delayed", "delay_steps"},
     "gossip": {"outer_lr", "momentum", "consensus"},
 }
 
@@ -49,8 +49,10 @@ class ModeChoice(BaseModel):
         if foreign:
             known = ", ".join(sorted(_SETTINGS[self.name])) or "none"
             raise ValueError(f"mode {self.name} has no setting {foreign[0]}; it has: {known}")
-        if self.delay_steps is not None and (self.streaming or 1) == 1:
-            raise ValueError("delay_steps is for streaming above 1")
+        if self.delay_steps is not None and (self.streaming or 1) == 1 and not self.delayed:
+            raise ValueError("delay_steps is for streaming above 1, or delayed = true")
+        if self.delayed and (self.streaming or 1) > 1:
+            raise ValueError("rounds of fragments are always delayed: leave delayed or streaming out")
         return self
 
     @property

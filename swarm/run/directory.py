@@ -233,8 +233,8 @@ def choose(
     listings: Iterable[RunListing], wanted: str | None, *, grid: bool = False, by_option: bool = True
 ) -> RunListing:
     """Return the run that `wanted` means. Raise UsageError with a list of the runs if that is not clear. For
-    the sentence, `grid`: whether the user means a grid of experts; `by_option`: whether the user names the
-    run by an option of the command, not by its argument.
+    the sentence, `grid`: whether the user means a grid of experts; `by_option`: whether a user who has named
+    no run names it by an option of the command, not by its argument.
     """
     every = list(listings)
     what, option = ("grid", "--grid") if grid else ("run", "--run")
@@ -253,7 +253,8 @@ def choose(
         return matching[0]
     shown = ", ".join(listing.full_name for listing in (matching or every)[:_LISTED_MAX])
     if matching:
-        advice = f"Choose one with {option} NAME@ID" if by_option else "Name one of them, as it stands here"
+        named = wanted is not None or not by_option
+        advice = "Name one of them, as it stands here" if named else f"Choose one with {option} NAME@ID"
         raise UsageError(f"{len(matching)} {what}s match: {shown}. {advice}")
     raise UsageError(f"this swarm has no {what} {wanted!r}. It has: {shown}")
 

@@ -118,6 +118,6 @@ class Giving:
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        """Go on without the log. Budgets then count what this process sends and receives."""
+        """Continue without the log. Budgets then count what this process sends and receives."""
         self._emit(Notice(text=f"contributions are not recorded any more: {error}"))
         self._log, self._recorded = None, Given()

@@ -127,10 +127,10 @@ class GridSpecification(OwnedSpecification):
     @property
     def step_bounds(self) -> tuple[float | None, float | None]:
         """Return two bounds of a step: the largest gradient norm and the largest relative change of the
-        parameters.
+        parameters. Where strangers train both exist, whatever the specification leaves out.
         """
         clip_norm, update_norm_max = self.optimizer.clip_norm, self.optimizer.update_norm_max
-        if self.members == "invited" and self.guests == "train":
+        if self.members == "open" or self.guests == "train":
             clip_norm = _STRANGERS_CLIP_NORM if clip_norm is None else clip_norm
             update_norm_max = _STRANGERS_UPDATE_NORM_MAX if update_norm_max is None else update_norm_max
         return clip_norm, update_norm_max

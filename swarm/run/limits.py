@@ -14,7 +14,7 @@ from swarm.run.hours import ALWAYS, Hours
 
 CALM_S = 30.0  # quiet time before a paused volunteer trains again
 LOAD_MAX = 0.25  # with `--when-idle`: share of all cores that other programs may use
-COOLER_C = 5.0  # a hot device must cool to this much below the limit before training goes on
+COOLER_C = 5.0  # a hot device must cool to this much below the limit before training continues
 IDLE_S = 300.0  # idle time of `--when-idle` if the user gives none
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
@@ -40,8 +40,8 @@ class VolunteerLimits:
         """Raise SwarmError if the run is expected to need more memory than allowed."""
         if self.memory_bytes_max is not None and needed_bytes > self.memory_bytes_max:
             raise SwarmError(
-                f"the run {run} needs about {needed_bytes / 1e6:,.0f} MB of memory, and --memory allows "
-                f"{self.memory_bytes_max / 1e6:,.0f} MB: allow more, or volunteer for another run"
+                f"the run {run} needs about {size(needed_bytes)} of memory, and --memory allows "
+                f"{size(self.memory_bytes_max)}: allow more, or volunteer for another run"
             )
 
 
@@ -89,13 +89,10 @@ def decide(limits: VolunteerLimits, status: MachineStatus) -> tuple[Decision, st
         return Decision.LEAVE, status.not_invited
     ceiling = limits.memory_bytes_max
     if ceiling is not None and status.memory_bytes > ceiling:
-        text = (
-            f"this process takes {status.memory_bytes / 1e6:,.0f} MB of memory "
-            f"and --memory allows {ceiling / 1e6:,.0f} MB"
-        )
+        text = f"this process takes {size(status.memory_bytes)} of memory and --memory allows {size(ceiling)}"
         return Decision.LEAVE, text
     if status.asked_to_pause:
-        return Decision.PAUSE, "asked to pause; `swarm resume` goes on"
+        return Decision.PAUSE, "asked to pause; `swarm resume` continues"
     if not limits.hours.open_at(status.second_of_day):
         wait_s = limits.hours.opens_in_s(status.second_of_day)
         return Decision.PAUSE, f"outside of the hours {limits.hours}; going on in {wait_s / 3600:.1f} h"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from swarm.core.device import missing_cuda, resolve_device
 from swarm.core.errors import SwarmError, UsageError
+from swarm.core.wording import size
 from swarm.run.specification import RunSpecification
 
 if TYPE_CHECKING:
@@ -46,8 +47,8 @@ def check_memory(needed_bytes: int, free: int, run: str, where: str = "this mach
     """Raise SwarmError if the run needs more memory than is free on `where`."""
     if needed_bytes > free:
         raise SwarmError(
-            f"the run {run} needs about {needed_bytes / 1e6:,.0f} MB of memory "
-            f"and {free / 1e6:,.0f} MB are free on {where}: "
+            f"the run {run} needs about {size(needed_bytes)} of memory "
+            f"and {size(free)} are free on {where}: "
             "close other programs, or volunteer with a larger machine"
         )
 

@@ -145,7 +145,7 @@ class Pauses:
         rejoin: Callable[[torch.optim.Optimizer], Optimizer],
         folder: Path | None,
     ) -> str:
-        """Wait until training goes on. If the run ends first, return the reason.
+        """Wait until training continues. If the run ends first, return the reason.
 
         With REST the volunteer stays a member. With PAUSE it leaves the run, so that no peer waits for it,
         and frees the memory of an accelerator at once. After a minute, or on request, it also moves the host

@@ -144,10 +144,10 @@ class RunSpecification(OwnedSpecification):
                 f"mode {self.mode.name} averages parameters themselves: "
                 "strategy powersgd is for gradients and differences"
             )
-        if (self.mode.streaming or 1) > 1:
+        if (self.mode.streaming or 1) > 1 or (self.mode.delayed and self.mode.name == "diloco"):
             raise ValueError(
-                "strategy powersgd needs whole matrices, and a mode with streaming averages parts of the "
-                "model"
+                "strategy powersgd needs whole matrices, and a mode with streaming or delayed rounds has "
+                "parameters end to end"
             )
         if self.codec not in _FINE:
             raise ValueError(

@@ -15,6 +15,7 @@ from swarm.core.device import current_device, explained_failures, is_device_fail
 from swarm.core.errors import NotEnoughPeers
 from swarm.core.ids import Contact
 from swarm.core.standing import Founding
+from swarm.core.wording import size
 from swarm.run import machine
 from swarm.run.changes import CHANGE, FANOUT, RunFollower, differences, restart_needed
 from swarm.run.checkpoints import CheckpointWriter
@@ -143,9 +144,9 @@ class Volunteer:
         if device.type == "cuda":
             machine.check_memory(needed.device_bytes, free, self.signed.name, str(device))
             text = (
-                f"on {device}: about {needed.device_bytes / 1e6:,.0f} MB of its own memory, "
-                f"of which {free / 1e6:,.0f} MB are free, "
-                f"and about {needed.host_bytes / 1e6:,.0f} MB of the machine's"
+                f"on {device}: about {size(needed.device_bytes)} of its own memory, "
+                f"of which {size(free)} are free, "
+                f"and about {size(needed.host_bytes)} of the machine's"
             )
             self._emit(Notice(text=text))
         return device

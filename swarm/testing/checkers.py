@@ -42,7 +42,7 @@ class RecordedWrite:
     writer: PeerId
     begun_s: float
     expires_s: float
-    acknowledged_s: float | None = None  # None: still on its way, or no replica accepted it
+    acknowledged_s: float | None = None  # None: in progress, or no replica accepted it
     # when a later write or a deletion by the same owner began: from then on, either may be read
     replaced_s: float | None = None
     last_plenty_s: float | None = None  # when two live peers last held it
@@ -53,7 +53,7 @@ class RecordedWrite:
         return self.key, self.writer, self.subkey
 
     def lives(self, now_s: float) -> bool:
-        """Return whether a reader must find it."""
+        """Return whether readers must find the entry."""
         return self.acknowledged_s is not None and self.replaced_s is None and now_s < self.expires_s
 
 
@@ -154,7 +154,7 @@ class Expiry:
 
 @dataclass(slots=True, eq=False)
 class Survival:
-    """Checker: while an acknowledged record lives, a live peer holds it, unless all of its holders went
+    """Checker: while an acknowledged record lives, a live peer holds it, unless all of its holders left
     within `repair_s`, which no protocol can survive (counted in `lost_with_holders`).
     """
 
@@ -228,8 +228,8 @@ class CheckLimits:
     under their limits.
 
     `limits` sets the limits of single attributes, and caches have their own; any other collection may have
-    `default_max` entries, so that unbounded growth is found in a long run even if nobody thought of it.
-    `largest` holds the maximum of each.
+    `default_max` entries, so that a long run also finds unexpected unbounded growth. `largest` holds the
+    maximum of each.
     """
 
     def __init__(

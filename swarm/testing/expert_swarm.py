@@ -76,7 +76,7 @@ class SimulatedExperts:
         self.full = False  # refuse every call as overloaded
         self.batch_size_max = 4096  # samples of one request; larger ones are refused
         self.refused = 0  # requests
-        self.lose_replies = 0  # number of calls of backward passes to apply, once each, and never answer
+        self.lose_replies = 0  # number of backward calls that are applied once each but never answered
         self._busy = asyncio.Lock()
         self._declarations: Declarations | None = None
         self._renewing: asyncio.Task[Any] | None = None
@@ -174,7 +174,7 @@ class SimulatedExperts:
     def _backward(self, uid: ExpertUid, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         module = self.modules[uid]
         parameters = list(module.parameters())
-        with torch.enable_grad():  # this may run within the trainer's backward pass
+        with torch.enable_grad():  # may run inside the trainer's backward pass
             given = cast(torch.Tensor, tensors[0]).clone().requires_grad_()
             output = module(given)
             gradient = tensors[1] if tensors[1] is not None else torch.zeros_like(output)
@@ -214,7 +214,7 @@ class ExpertSwarm:
 
     def __init__(self, seed: int, link: LinkConfig | None = None) -> None:
         self._threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # tensors are small: waking threads takes longer than the work
+        torch.set_num_threads(1)  # the tensors are small, and waking threads takes longer than the work
         self._thread = _Thread()
         self.network = SimulatedNetwork(seed, link or LinkConfig(delay_s=0.005))
         self.servers: list[SimulatedExperts] = []

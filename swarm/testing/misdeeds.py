@@ -1,4 +1,4 @@
-"""Members that turn bad: what each does wrong in a simulated training (`swarm.testing.training_attacks`)."""
+"""Hostile members: their faults in a simulated training (`swarm.testing.training_attacks`)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Misdeed = Literal[
     "gives a member other averages",
     "claims every sample",
     "leads without a member",
-    "waits for ever",
+    "waits forever",
 ]
 MISDEEDS: tuple[Misdeed, ...] = get_args(Misdeed)
 
@@ -57,16 +57,16 @@ _HELD_S = 60.0  # a round of a member that stalls ends for itself
 
 
 class Saboteur:
-    """Turns a process of the swarm bad."""
+    """Makes a process of the swarm hostile."""
 
     def __init__(self, one: TrainingPeer, misdeed: Misdeed, victim: PeerId) -> None:
-        """`victim`: the honest peer that the misdeeds against one member are done to."""
+        """`victim`: the honest peer that attacks on a single member target."""
         self._one, self._misdeed, self._victim = one, misdeed, victim
         kind: Any = AveragingService
         self._service: AveragingService = one.node.service(kind)
 
     def begin(self) -> None:
-        """Begin the misdeed."""
+        """Begin the attack."""
         all_reduce: Any = self._service.all_reduce
         by_name: dict[Misdeed, Callable[[RoundDriver], None]] = {
             "votes none": _vote_none,
@@ -75,7 +75,7 @@ class Saboteur:
             "withholds its votes": _withhold_votes,
             "leaves a member out of its averages": functools.partial(_leave_out, victim=self._victim),
             "gives a member other averages": functools.partial(_give_others, victim=self._victim),
-            "waits for ever": _wait_for_ever,
+            "waits forever": _wait_forever,
         }
         if (sabotage := by_name.get(self._misdeed)) is not None:
             if "averages" in self._misdeed:
@@ -114,7 +114,7 @@ async def _stall(group: Group, *arguments: Any, deadline_s: float, **others: Any
 
 
 def go_silent(peer: SimulatedPeer) -> None:
-    """Let a peer say that it is in every round, and answer nothing else there."""
+    """Let a peer claim to be in every round, and answer nothing else there."""
 
     async def alive(caller: PeerId, request: HeartbeatRequest) -> HeartbeatReply:
         return wire.state_to_wire(RoundState.RUNNING, "")
@@ -150,7 +150,7 @@ def _vote_otherwise(driver: RoundDriver) -> None:
 
 
 def _vote_twice(driver: RoundDriver) -> None:
-    """Tell every second member of a vote for another result."""
+    """Send every second member a vote for another result."""
     setup, voter = driver.machine.setup, driver.voter
     calls: Any = driver._calls
     perform, answer = calls.perform, driver.answer_votes
@@ -176,7 +176,7 @@ def _vote_twice(driver: RoundDriver) -> None:
 
 
 def _withhold_votes(driver: RoundDriver) -> None:
-    """Take everybody's votes, and tell nobody its own: only this member has the certificate then."""
+    """Collect all votes without sending its own, so that only this member has the certificate."""
     calls: Any = driver._calls
     perform, answer, own = calls.perform, driver.answer_votes, driver.machine.setup.own
     own_id = driver.machine.setup.peer_id(own)
@@ -198,7 +198,7 @@ def _withhold_votes(driver: RoundDriver) -> None:
 
 
 def _leave_out(driver: RoundDriver, victim: PeerId) -> None:
-    """Say of the victim's values that they are spoiled, and average the others'."""
+    """Claim that the victim's values are invalid, and average those of the others."""
     kernels, reduce = driver.kernels, driver.kernels.reduce
 
     def without_victim(jobs: Sequence[ReductionJob]) -> list[Averaged | Spoiled]:
@@ -213,7 +213,7 @@ def _leave_out(driver: RoundDriver, victim: PeerId) -> None:
 
 
 def _give_others(driver: RoundDriver, victim: PeerId) -> None:
-    """Give the victim other averages than the rest."""
+    """Send the victim different averages than the others."""
     send = driver.send
 
     async def lie(stream: Any, message: bytes) -> None:
@@ -225,9 +225,9 @@ def _give_others(driver: RoundDriver, victim: PeerId) -> None:
     driver.send = lie  # type: ignore[method-assign]
 
 
-def _wait_for_ever(driver: RoundDriver) -> None:
-    """Reduce, give nobody an average, and say to everybody every other second that a member is waited for.
-    What is left out comes with a long reason, so that more seems to have come than was owed.
+def _wait_forever(driver: RoundDriver) -> None:
+    """Reduce without sending averages, and report to all members every other second that a member is missing.
+    Reports have long reasons, so that more bytes arrive than an average needs.
     """
     send, shard = driver.send, driver.machine.shard
 
@@ -243,7 +243,7 @@ def _wait_for_ever(driver: RoundDriver) -> None:
 
 
 def _claim_every_sample(optimizer: Any) -> None:
-    """Claim all samples of each epoch, and a pace that no computer can have."""
+    """Claim all samples of each epoch, at an impossible rate."""
     progress = optimizer._tracker._progress
     kind = type(progress)
     honest = kind.own_report.fget

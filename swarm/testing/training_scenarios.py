@@ -1,7 +1,7 @@
 """Simulated trainings under faults, checked throughout: `make sim SCENARIO=training SEED=7`.
 
-Peers begin, a time of faults follows, then one without; within a minute of it all peers must have one history
-again, and train on. This repeats until the time is over. Everything follows from the seed.
+After the start, periods with and without faults alternate until the time is over. Within a minute after the
+faults all peers must share one history again and continue to train. Everything follows from the seed.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class ScenarioFigures:
     messages: int = 0
     epochs: int = 0  # certificates
     breaks: int = 0
-    foundings: int = 0  # first certificates beyond the first: newcomers that found nobody
+    foundings: int = 0  # second first certificates: newcomers that found no other peer
     steps: int = 0
     rounds_failed: int = 0
     resynchronised: int = 0
@@ -140,7 +140,7 @@ def run_trainings(
     when it has broken no promise.
 
     `run` returns that text of one scenario; None: it runs the training. `pool_of` makes a pool of that
-    number of workers. Each pool runs a limited number of scenarios, because what a process has used it keeps.
+    number of workers. Each pool runs a limited number of scenarios, because processes do not return memory.
     """
     workers = os.cpu_count() or 1
     # not `max_tasks_per_child`: Python 3.11 then hangs when a process has ended
@@ -214,8 +214,8 @@ class _TrainingRun:
             self._say("all faults have ended")
             healed_by_s = loop.time() + _HEAL_S
             await self._until(_HEAL_S, self._is_one)
-            await self._goes_on()
-            # it may have looked like one swarm, and a peer behind the others went on with another history
+            await self._continues()
+            # it may have looked like one swarm while a peer that was behind continued with another history
             await self._until(healed_by_s - loop.time(), self._is_one)
             for apart in self._checks.apart(self._live):
                 self._violations.add(loop.time(), apart)
@@ -230,7 +230,7 @@ class _TrainingRun:
         for number in range(missing):
             await self._faults.add(lies=number >= missing - liars)
 
-    async def _goes_on(self) -> None:
+    async def _continues(self) -> None:
         """Check that a healed swarm completes an epoch."""
         loop, certificates = asyncio.get_running_loop(), self._checks.ledger.certificates
         before = len(certificates)
@@ -251,7 +251,7 @@ class _TrainingRun:
         return all(one.optimizer is not None and one.optimizer.epoch > 0 for one in self._live)
 
     async def _until(self, limit_s: float, holds: Callable[[], bool]) -> None:
-        """Wait until something holds twice, one look after the other, at most `limit_s`."""
+        """Wait until a condition holds in two consecutive checks, at most `limit_s`."""
         end_s, held = asyncio.get_running_loop().time() + limit_s, False
         while asyncio.get_running_loop().time() < end_s:
             await asyncio.sleep(min(_WATCH_S, max(end_s - asyncio.get_running_loop().time(), 0.0)))

@@ -1,5 +1,5 @@
 """An asyncio event loop in virtual time: services run in it unchanged, hours pass in seconds, and nothing
-really sleeps.
+sleeps.
 
     async def scenario() -> None:
         await asyncio.sleep(3600)          # returns at once; the loop's clock jumps
@@ -8,8 +8,8 @@ really sleeps.
 
 Time stands still while any task can run, and jumps to the next timer when none can. There are no sockets,
 threads or signals; `run_in_executor` runs its function on the loop, so that a pool (None is sufficient) costs
-no virtual time and changes no order. When every task waits and no timer is set, nothing can happen any more:
-`run_virtual` raises `Deadlock` instead of hanging.
+no virtual time and changes no order. When every task waits and no timer is set, `run_virtual` raises
+`Deadlock` instead of hanging.
 
 Callbacks run in the order in which they were scheduled, and timers of one moment in the order in which they
 were set. Tasks hash by their number, not by their address, so that iteration over a set of tasks (as in
@@ -201,7 +201,7 @@ class VirtualClock:
         self.skew_s = skew_s
         self.drift = drift
         self.offset_s = 0.0
-        self.stopped_s: float | None = None  # as if the process, which goes on, stood still at this time
+        self.stopped_s: float | None = None  # the clock stands still at this time while the process continues
 
     def monotonic_s(self) -> float:
         return asyncio.get_running_loop().time() * (1.0 + self.drift)

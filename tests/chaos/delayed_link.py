@@ -28,7 +28,7 @@ def tun(name: str) -> int:
 
 
 def carry(one: int, two: int, delay_s: float) -> None:
-    """Carry packets both ways for ever."""
+    """Carry packets both ways forever."""
     selector = selectors.DefaultSelector()
     other = {one: two, two: one}
     under_way: dict[int, deque[tuple[float, bytes]]] = {one: deque(), two: deque()}  # by where they arrive

@@ -89,7 +89,7 @@ def test_a_peer_finds_relays_that_come_later_than_it_does(internet: Internet) ->
     until_answered(peer(internet, "a", "symmetric", last), through_last)
 
 
-def test_a_peer_that_was_frozen_is_called_again_once_it_goes_on(internet: Internet) -> None:
+def test_a_peer_that_was_frozen_is_called_again_once_it_continues(internet: Internet) -> None:
     _, address = two_relays(internet)
     caller, callee = (peer(internet, name, "symmetric", address) for name in ("a", "b"))
     contact = contact_of(callee, ways=2)

@@ -275,7 +275,7 @@ def devices() -> list[str]:
     return ["cuda"] if torch.cuda.is_available() else []
 
 
-@pytest.mark.skipif(not devices(), reason="no CUDA device at hand: GPU and CPU cannot be compared bit by bit")
+@pytest.mark.skipif(not devices(), reason="no CUDA device: GPU and CPU cannot be compared bit by bit")
 @pytest.mark.parametrize("name", [*NAMES, "float16", "bfloat16", "float32"])
 def test_a_gpu_makes_the_same_bits(name: str) -> None:
     codec = find(name)

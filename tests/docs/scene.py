@@ -189,7 +189,7 @@ class _Process:
 
     def _wait_after_interrupt(self) -> int:
         """Return the exit code. Python prints an interrupt that arrives inside a weak reference's callback or
-        a `__del__` as ignored, and goes on: a person presses Ctrl-C again. Raise `TimeoutExpired` after
+        a `__del__` as ignored, and continues: a person presses Ctrl-C again. Raise `TimeoutExpired` after
         `_STOP_S_MAX`.
         """
         with contextlib.suppress(subprocess.TimeoutExpired):

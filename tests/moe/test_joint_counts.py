@@ -33,7 +33,7 @@ def test_a_replica_that_stays_apart_is_left_out() -> None:
     counts.note(A, BatchCount(9, b"", 1), 0.0)
     assert counts.is_behind(own, 0.0)
     assert counts.is_behind(own, 4.0)
-    assert not counts.is_behind(own, 6.0), "one that is ahead for ever must not stop the expert"
+    assert not counts.is_behind(own, 6.0), "one that is ahead forever must not stop the expert"
     assert not counts.apart(own, 6.0)
     counts.note(A, BatchCount(3, HEAD, 1), 0.0)
     assert not counts.apart(own, 7.0)

@@ -91,7 +91,7 @@ def test_values_are_read_as_people_type_them() -> None:
     assert Preferences(upload=8.0).bandwidth().up_bytes_per_s == 1e6
 
 
-def test_a_change_holds_at_once_and_a_wrong_one_is_said_once_and_changes_nothing(tmp_path: Path) -> None:
+def test_a_change_applies_at_once_and_an_invalid_one_is_reported_once_without_effect(tmp_path: Path) -> None:
     file = written(tmp_path, 'daily = "5G"\n')
     live = LivePreferences(file, "bytelm", Preferences(cpu=50.0))
     assert not live.changed()

@@ -56,7 +56,7 @@ def behind(peers: list[TrainingPeer], relay: SimulatedPeer) -> list[TrainingPeer
         *(pytest.param(h, s, marks=pytest.mark.slow) for h in (3, 9, 10) for s in (1, 2, 3)),
     ],
 )
-def test_a_training_goes_on_while_its_relays_die_one_after_another(hidden: int, seed: int) -> None:
+def test_a_training_continues_while_its_relays_die_one_after_another(hidden: int, seed: int) -> None:
     async def main() -> None:
         network = SimulatedNetwork(seed)
         relays = await relays_of(network)

@@ -114,7 +114,7 @@ def test_a_peer_whose_round_failed_adopts_the_certificate_that_its_own_vote_made
         extending = [one for one in checks.ledger.certificates.values() if one.proposal.head == head]
         assert [one.proposal for one in extending if not one.proposal.is_break] == [deaf[0].tally.proposal]
         breaks = [one for one in checks.ledger.certificates.values() if one.proposal.is_break]
-        assert cut_s >= GRACE_S_MIN or not breaks, "nobody goes on by itself before the grace is over"
+        assert cut_s >= GRACE_S_MIN or not breaks, "nobody continues by itself before the grace is over"
         return back_s
 
     assert run_virtual(main()) <= BACK_S

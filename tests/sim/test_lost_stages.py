@@ -1,5 +1,5 @@
 """Two trainers and eight servers: a pipeline of four stages with two replicas each, of which one stage loses
-both. Training goes on, servers move by the production plan, and the throughput recovers. Virtual time.
+both. Training continues, servers move by the production plan, and the throughput recovers. Virtual time.
 """
 
 from __future__ import annotations

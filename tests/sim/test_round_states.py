@@ -57,7 +57,7 @@ LONG = [
     "setting", [*SHORT, *(pytest.param(one, marks=pytest.mark.slow) for one in LONG)], ids=str
 )
 def test_one_head_has_one_certificate_whatever_happens_in_two_rounds(setting: RoundSetting) -> None:
-    """From each twentieth state, the honest peers also go on together once nothing fails any more."""
+    """From each twentieth state, the honest peers also continue together once nothing fails any more."""
     report = explore(setting, heal_every=20)
     assert report.certified
     assert report.healed

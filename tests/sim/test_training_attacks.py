@@ -1,11 +1,12 @@
-"""Members that turn bad, and strangers that claim samples and send nothing: epochs a minute that the honest
-peers still make, in whole simulated trainings. `swarm/testing/training_attacks.py` has the attacks.
+"""Hostile members, and strangers that claim samples and send nothing: epochs a minute that the honest peers
+still make, in whole simulated trainings. `swarm/testing/training_attacks.py` has the attacks.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+from dataclasses import replace
 
 import pytest
 
@@ -37,7 +38,7 @@ def without_attack(members: int) -> AttackFigures:
         "withholds its votes",
     ],
 )
-def test_a_member_of_four_that_turns_bad_costs_a_tenth_at_most_after_three_rounds(misdeed: Misdeed) -> None:
+def test_a_hostile_member_of_four_costs_at_most_a_tenth_after_three_rounds(misdeed: Misdeed) -> None:
     """Before, a leader that never began its group stopped the run, and the rest came back each round."""
     figures = run_attack(Attack(members=4, misdeed=misdeed, minutes=3.0, calm_s=20.0))
     share = figures.epochs_per_minute / without_attack(4).epochs_per_minute
@@ -47,16 +48,14 @@ def test_a_member_of_four_that_turns_bad_costs_a_tenth_at_most_after_three_round
     assert not figures.blamed, "no honest member passes another one over"
 
 
-def test_a_member_of_four_that_waits_for_ever_is_given_up_and_costs_a_tenth_at_most_afterwards() -> None:
+def test_a_member_of_four_that_waits_forever_is_marked_failed_and_costs_at_most_a_tenth_afterwards() -> None:
     """Before, a reducer that said every other second that it waits stopped the run: no epoch in three
     minutes, and honest members passed one another over. It still costs most of a round's time when it is in
     one, which is 42 s of 60, so what counts begins after its first three rounds.
     """
-    figures = run_attack(
-        Attack(members=4, misdeed="waits for ever", minutes=7.0, calm_s=20.0, rounds_free=10)
-    )
+    figures = run_attack(Attack(members=4, misdeed="waits forever", minutes=7.0, calm_s=20.0, rounds_free=10))
     share = figures.epochs_per_minute / without_attack(4).epochs_per_minute
-    print(f"waits for ever: {figures}, {share:.0%} of no attack")
+    print(f"waits forever: {figures}, {share:.0%} of no attack")
     assert figures.epochs >= 5
     assert share >= SHARE_WITH_BAD_MEMBER
     assert not figures.blamed
@@ -99,6 +98,7 @@ def test_a_member_of_four_that_refuses_every_newcomer_does_not_keep_them_out() -
     )
     print(f"refuses newcomers: {figures}")
     assert figures.epochs >= 15
+    assert not figures.blamed, "members that others needed for their round are no cause of this one's end"
     assert 2 * figures.without_victim < figures.epochs
     assert 4 in figures.electors
 
@@ -121,3 +121,14 @@ def test_sixteen_strangers_that_claim_samples_and_send_nothing_cost_a_twentieth_
     assert figures.electors == (0, 1), "no stranger decides"
     assert figures.by_stranger <= 3, "they are passed over for 1, 4 and 16 rounds"
     assert share >= SHARE_WITH_STRANGERS
+
+
+def test_identities_that_keep_records_of_progress_delay_no_epoch() -> None:
+    """Regression: members read one another's reports less often the more records there were, learned up to a
+    second late that an epoch was full, and made 0.82 of the epochs.
+    """
+    attack = Attack(members=4, batch=1, compute_s=0.06, epoch_s=1.0, minutes=0.4, calm_s=5.0)
+    alone, beside = run_attack(attack), run_attack(replace(attack, writers=128))
+    print(f"alone: {alone}; beside 128 writers: {beside}")
+    assert beside.epochs >= 10
+    assert beside.epochs_per_minute / alone.epochs_per_minute >= SHARE_WITH_STRANGERS

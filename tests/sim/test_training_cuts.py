@@ -1,4 +1,4 @@
-"""A training that loses its quorum, at every moment of an epoch: how soon those that are left go on."""
+"""A training that loses its quorum, at every moment of an epoch: how soon those that are left continue."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ GOES_ON_S = GRACE_S_MIN + 12.0
     ("mode", "epoch_s", "moment"),
     [("gradients", 2.0, moment) for moment in (0, 1, 4, 14, 22)] + [("local", 5.0, 0), ("diloco", 5.0, 9)],
 )
-def test_peers_that_lost_the_quorum_go_on_after_the_grace(
+def test_peers_that_lost_the_quorum_continue_after_the_grace(
     mode: str, epoch_s: float, moment: int, cut: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The two of four peers that decide a tie are killed or cut off. One of the others may be in a search for
@@ -42,7 +42,7 @@ def test_peers_that_lost_the_quorum_go_on_after_the_grace(
     an epoch, and the seed.
     """
     caplog.set_level(logging.CRITICAL)
-    goes_on_s = run_virtual(_seconds_until_two_of_four_go_on(mode, epoch_s, moment, cut=cut))
+    goes_on_s = run_virtual(_seconds_until_two_of_four_continue(mode, epoch_s, moment, cut=cut))
     assert goes_on_s is not None
     assert goes_on_s <= GOES_ON_S + 3 * 2 * epoch_s, (
         "two complete epochs of two peers, which take twice as long"
@@ -54,7 +54,7 @@ def test_a_peer_that_trains_on_without_a_quorum_says_once_that_it_waits(
 ) -> None:
     """Regression test: it said so at every step."""
     caplog.set_level(logging.WARNING, "averaging.optim.closing")
-    run_virtual(_seconds_until_two_of_four_go_on("local", 5.0, 0, cut=True))
+    run_virtual(_seconds_until_two_of_four_continue("local", 5.0, 0, cut=True))
     said = [text for text in caplog.messages if "is full, and not closed" in text]
     epochs = Counter(text.partition(" is full")[0] for text in said)
     assert epochs
@@ -116,7 +116,7 @@ def test_votes_that_bind_in_a_round_over_the_state_cost_one_grace(
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("mode", ["gradients", "local"])
 @pytest.mark.parametrize("seed", range(2))
-def test_a_peer_that_goes_on_with_a_break_does_not_wait_for_one_that_loads_a_state(
+def test_a_peer_that_continues_with_a_break_does_not_wait_for_one_that_loads_a_state(
     seed: int, mode: str, count: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression test: of `count` peers the half that decides is cut off, and a newcomer's download hangs.
@@ -208,7 +208,7 @@ def test_a_peer_gives_up_a_state_that_no_live_peer_has(
     assert run_virtual(main()) <= 15.0 + GOES_ON_S
 
 
-async def _seconds_until_two_of_four_go_on(
+async def _seconds_until_two_of_four_continue(
     mode: str, epoch_s: float, moment: int, *, cut: bool
 ) -> float | None:
     violations = Violations()

@@ -200,7 +200,9 @@ class ExitInBackward(torch.autograd.Function):
 
 
 def test_a_module_that_exits_fails_only_its_caller() -> None:
-    """Regression: the computing thread ended for good, while the server went on declaring its experts."""
+    """Regression: the computing thread ended permanently, while the server continued declaring its
+    experts.
+    """
     with pair({"ffn.0": expert(Exiting())}) as two:
         remote = two.remote()
         with pytest.raises(swarm.ExpertFailed, match="SystemExit: the module left"):

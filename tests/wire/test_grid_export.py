@@ -43,7 +43,7 @@ def plain() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
 
 
-def test_a_trained_grid_is_exported_and_goes_on_on_other_servers(tmp_path: Path) -> None:
+def test_a_trained_grid_is_exported_and_continues_on_other_servers(tmp_path: Path) -> None:
     file = tmp_path / "ffn.toml"
     file.write_text(GRID)
     x = torch.randn(6, 16, generator=torch.Generator().manual_seed(0))

@@ -125,7 +125,7 @@ def test_an_observer_may_not_train(owner: Node) -> None:
             assert trainer.network.run(call(trainer, owner, method), 10.0) == method.reply()
 
 
-def test_an_invite_for_one_peer_takes_nobody_else_and_a_used_up_one_nobody_more(owner: Node) -> None:
+def test_an_invite_for_one_peer_refuses_others_and_a_used_up_invite_refuses_all(owner: Node) -> None:
     identity = Identity.generate()
     invite = invite_of(owner.identity, owner, peer=identity.peer_id)
     with pytest.raises(UsageError, match="this invite is for peer"):

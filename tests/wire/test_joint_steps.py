@@ -169,7 +169,7 @@ def test_a_replica_that_joins_while_others_train_gathers_with_them(replicas: Rep
     replicas.check(7)
 
 
-def test_a_replica_whose_other_one_is_lost_goes_on_alone(replicas: Replicas) -> None:
+def test_a_replica_whose_other_one_is_lost_continues_alone(replicas: Replicas) -> None:
     for _ in range(2):
         replicas.serve()
     replicas.meet()
@@ -258,8 +258,8 @@ class Complete(swarm.Expert):
 def test_a_server_that_was_closed_begins_no_step(
     replicas: Replicas, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Regression: a step that was due when its server closed was begun again without end, while its node went
-    on: it fails at once, since no thread is left to make it.
+    """Regression: a step that was due when its server closed was begun again without end, while its node
+    continued: it fails at once, since no thread is left to make it.
     """
     server = replicas.serve(Complete(copy.deepcopy(network()), (torch.zeros(1, 16),), sgd))
     server.close()

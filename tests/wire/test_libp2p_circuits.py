@@ -316,7 +316,7 @@ def test_a_circuit_that_nobody_reserved_is_refused_by_its_target() -> None:
     run(test)
 
 
-def test_a_relay_that_names_another_caller_than_the_one_it_brings_is_found_out() -> None:
+def test_a_relay_that_names_a_false_caller_is_detected() -> None:
     async def test(scene: Scene) -> None:
         relay, service = await scene.relay()
         hidden, caller = await scene.hidden(relay), await scene.caller()
@@ -371,7 +371,7 @@ def test_a_relay_that_brings_another_target_or_changes_bytes_is_found_out() -> N
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_garbage_on_the_port_and_on_every_stream_is_refused_and_the_relay_serves_on(seed: int) -> None:
+def test_garbage_on_the_port_and_on_streams_is_refused_and_the_relay_keeps_serving(seed: int) -> None:
     async def test(scene: Scene) -> None:
         rng = random.Random(seed)
         relay, service = await scene.relay()

@@ -82,7 +82,7 @@ def test_a_black_hole_costs_no_more_than_the_time_limit() -> None:
     run(test)
 
 
-def test_an_address_that_fails_does_not_hold_up_the_next_and_a_corrected_one_works_at_once() -> None:
+def test_a_failing_address_does_not_delay_the_next_and_a_corrected_one_works_at_once() -> None:
     async def test(scene: Scene) -> None:  # traps 4 and 5
         one, two, third = await scene.host(), await scene.host(), await scene.host()
         gone = await scene.host()

@@ -154,7 +154,7 @@ def test_a_late_peer_of_two_ranks_loads_the_state_and_gives_it_to_others() -> No
 
 
 @pytest.mark.parametrize(("dead", "left"), [(0, {1, 2}), (1, {1})], ids=["leader", "follower"])
-def test_a_rank_that_dies_ends_the_peer_and_the_others_go_on(dead: int, left: set[int]) -> None:
+def test_a_rank_that_dies_ends_the_peer_and_the_others_continue(dead: int, left: set[int]) -> None:
     """A peer whose follower died says goodbye; one whose rank 0 died is counted until its report is old."""
     run = f"a rank dies {dead}"
     with (

@@ -21,7 +21,7 @@ NEVER = Hours(((0, 1),))  # the first second of the day
 FREED_S = 30.0
 
 
-def test_a_pause_frees_the_memory_and_training_goes_on_from_the_swarms_state(
+def test_a_pause_frees_the_memory_and_training_continues_from_the_swarms_state(
     texts: Path, tmp_path: Path
 ) -> None:
     with created_run() as (node, _, signed), Node(bootstrap=node.addresses, listen=HERE) as other:
@@ -47,7 +47,7 @@ def test_a_pause_frees_the_memory_and_training_goes_on_from_the_swarms_state(
             assert time.monotonic() < deadline_s, f"{held()} bytes are still held"
             time.sleep(0.05)
         paused_at = len(one.events)
-        for _ in range(2):  # one goes on alone, and two is behind
+        for _ in range(2):  # one continues alone, and two is behind
             paused_at = one.wait(events.EpochDone, lambda event: event.peers == 1, since=paused_at) + 1
         two.asked = ""
         place = two.wait(events.Resumed)

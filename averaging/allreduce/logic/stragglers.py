@@ -1,6 +1,6 @@
 """The detection of stragglers: members that are alive but delay a round. A pure state machine.
 
-A member that sends heartbeats and does not work would delay all others for ever. It is left out after a
+A member that sends heartbeats and does not work would delay all others forever. It is left out after a
 multiple of the longest recent pause of any member in this round, and never before a minimum time; time during
 which this process itself did not run does not count. A member that works steadily but too slowly for the time
 of the round is detected from its transfer rate. Once a set share of the round's time is over, every member

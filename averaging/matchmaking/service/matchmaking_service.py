@@ -24,8 +24,6 @@ from averaging.matchmaking.logic.messages import (
     Answer,
     AnswerJoin,
     AveragerName,
-    CellLookup,
-    CellLookupReply,
     Effect,
     Holder,
     Join,
@@ -279,7 +277,7 @@ class GroupService:
         members that kept it from going well.
         """
         for peer_id, reason in faults.items():
-            self.ledger.fault(peer_id, reason)
+            self.ledger.fault(peer_id, reason, committed=committed)
         for peer_id, lie in accused.items():
             self.blocklist.block(peer_id, lie)
         self.machine.round_over(committed=committed, left_out=left_out, now_s=self._clock.monotonic_s())
@@ -315,10 +313,6 @@ class GroupService:
         if moves_on and answer.status is PeerStatus.BUSY and answer.round_key != query.round_key:
             return self._answer_elsewhere(query)  # its next round is in a different cell than the current one
         return answer
-
-    def on_cell_lookup(self, lookup: CellLookup) -> CellLookupReply:
-        """Handle a report to this peer as the host of a cell."""
-        return self.cells.on_cell_lookup(lookup)
 
     def _answer_elsewhere(self, query: LookForGroup) -> Answer:
         """Return the status for a peer that searches in a cell where this peer is not, so that it does not

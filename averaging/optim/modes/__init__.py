@@ -36,6 +36,7 @@ class ModeTraits:
     overlapped: bool = False  # training continues while a round runs
     # for an overlapped mode: apply a round exactly this many local steps later; None: as soon as it has ended
     delay_steps: int | None = None
+    flat: bool = False  # rounds average parameters laid end to end, which are no matrices any more
     # rounds alternate between this many parts of the model, each with its own error feedback
     slots: int = 1
     group_size: int | None = None  # peers in a round; None: all

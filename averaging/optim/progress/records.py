@@ -136,10 +136,22 @@ class ProgressRecords:
             del self.contacts[peer]
         return received, newcomers
 
-    def relays(self, peers: Iterable[PeerId]) -> list[PeerId]:
-        """Return those of `peers` that this one passes news to. Peers that cannot be called read the DHT."""
-        known, own = ((peer, self.contacts.get(peer)) for peer in peers), self._own()
-        return relays(self._own_id, (peer for peer, one in known if one and one.is_called_by(own)))
+    def relays(self, peers: Iterable[PeerId], known: Iterable[PeerId] = ()) -> list[PeerId]:
+        """Return those of `peers` that this one passes news to. Peers that cannot be called read the DHT, and
+        so do those that name an address of this peer, or of one of the `known` peers: a call there ends in
+        the handshake, and costs both ends one.
+        """
+        own, contacts = self._own(), self.contacts
+        taken = {
+            *own.addresses,
+            *(at for peer in known if peer in contacts for at in contacts[peer].addresses),
+        }
+        callable_ = (
+            peer
+            for peer in peers
+            if (one := contacts.get(peer)) and one.is_called_by(own) and taken.isdisjoint(one.addresses)
+        )
+        return relays(self._own_id, callable_)
 
     def _contact_of(self, entry: Entry) -> Contact:
         """Return the contact in a record. Raise PeerError when it is malformed. Unchanged addresses are not

@@ -210,7 +210,7 @@ class Tracker:
         self._request_refresh()
 
     def pause(self, samples: int, paused: bool) -> None:
-        """Report that all training is paused, with this peer's `samples`, or that all go on: the pause of
+        """Report that all training is paused, with this peer's `samples`, or that all continue: the pause of
         other peers then does not count as a hang.
         """
         with self._lock:
@@ -397,8 +397,8 @@ class Tracker:
         """
         counted = self._counted(peers)
         members, strangers = (
-            [peer for peer in self._records.relays(one) if among is None or peer in among]
-            for one in (counted, [peer for peer in peers if peer not in counted])
+            [peer for peer in self._records.relays(one, known) if among is None or peer in among]
+            for one, known in ((counted, ()), ([peer for peer in peers if peer not in counted], counted))
         )
         self._sender.send_to_strangers(strangers, full=full)
         await self._sender.send(members, full=full)

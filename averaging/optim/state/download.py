@@ -4,10 +4,10 @@ when donors fail.
 The state that a majority of the electors of the swarm's head hold is taken, from whatever donor has it, and
 donors that offer another one are named (`averaging.optim.state.vouching`). Where no elector can be asked, it
 is the state that most donors hold, of the highest epoch that the swarm is known to have reached. The digest
-commits to every chunk, so that a donor that sends other data is identified at that chunk and the rest go on;
-another donor takes its place. When all have failed, because of a cut cable for instance, the same state is
-requested again for a while, and only missing chunks are fetched. Chunks of a failed download are reused by
-the next one, where the two states have them in common.
+commits to every chunk, so that a donor that sends other data is identified at that chunk and the rest
+continue; another donor takes its place. When all have failed, because of a cut cable for instance, the same
+state is requested again for a while, and only missing chunks are fetched. Chunks of a failed download are
+reused by the next one, where the two states have them in common.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ _WAIT_S_MAX = 5.0
 class GatherTimeouts:
     """The time for which pending experts are awaited after all samples have enough answers."""
 
-    after_k_min_s: float | None = None  # None: as long as it took until then, within bounds
+    after_k_min_s: float | None = None  # None: as long as the time until `k_min`, within bounds
     wait_s_min: float = 0.1
 
     def __post_init__(self) -> None:
@@ -131,7 +131,7 @@ class Gathering:
             return min(
                 self._until_s, self._satisfied_s + self._timeouts.wait_s(self._satisfied_s - self._begun_s)
             )
-        # no answer is required: a pending expert delays the pass no longer than the others took
+        # no answer is required, so a pending expert may only double the time of the pass
         if not self._k_min and self._has_reply:
             suspect_at_s = self.suspect_at_s()
             return min(self._until_s, suspect_at_s if suspect_at_s is not None else self._last_reply_s)

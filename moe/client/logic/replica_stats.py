@@ -30,8 +30,8 @@ _SMOOTHING = 0.2  # weight of the newest call in the mean of a replica's answer 
 _REPORTED_WAIT_TTL_S = 5.0  # how long a reported wait overrides the declared one
 
 
-# a replica is drawn in proportion to (1 / expected time) to this power. 0: evenly, large: the fastest, which
-# then gets all requests and is the fastest no more
+# A replica is drawn with probability in proportion to (1 / expected time) to this power. 0: uniformly; large:
+# always the fastest, which all requests then make slow
 SELECTION_EXPONENT = 2.0
 REPLICAS_MAX = 10_000  # replicas whose answer times are remembered
 

@@ -36,8 +36,8 @@ T = TypeVar("T")
 
 _INLINE_BYTES_MAX = 256 << 10  # larger tensors are split and joined in a thread of the pool
 REASONS_SHOWN = 4
-# before experts that failed are asked again; doubles. Too small: restarting servers are asked all the time;
-# too large: a step waits although it is back.
+# Pause before failed experts are asked again; doubles. Too small: restarting servers are asked constantly;
+# too large: a step waits although the server is back.
 _RETRY_PAUSE_FIRST_S = 0.1
 _RETRY_PAUSE_S_MAX = 1.0
 
@@ -102,7 +102,7 @@ class ForwardPass:
         self._avoided_since_s: float | None = None
         self._retry_pauses = Backoff(_RETRY_PAUSE_FIRST_S, _RETRY_PAUSE_S_MAX)
         self._retry_at_s: float | None = None  # when samples without any expert are tried again
-        self._may_lack_experts = True  # some sample may have lost experts since the last check
+        self._may_lack_experts = True  # True: samples may have lost experts since the last check
         self._silent: set[PeerId] = set()  # peers that did not answer in this pass when others did
         # how often replacements were searched for
         self._replaced_B = torch.zeros(batch, dtype=torch.int64, device="cpu")
@@ -351,7 +351,7 @@ class ForwardPass:
         answered = torch.zeros_like(self._occupied_BS)
         for number in numbers:
             answered[self._places[number].rows, self._places[number].columns] = True
-        # of the slots for replacements only those with an answer: each takes as much memory as the batch
+        # only slots for replacements that have an answer, because each takes as much memory as the batch
         used_S = answered.any(dim=0)
         used_S[: initially_occupied.shape[1]] = True
         column_of = used_S.cumsum(0) - 1

@@ -114,7 +114,7 @@ class ReplicaCalls:
         begun_s = self.clock.monotonic_s()
         error: SwarmError | None = None
         asked: set[PeerId] = set()
-        for refresh in (False, True):  # none of those that the directory remembers may answer
+        for refresh in (False, True):  # the cached replicas may all fail, so retry with a fresh directory
             left_s = max(deadline_s - self.clock.monotonic_s(), 0.001)
             found = await self.directory.replicas(uid, timeout_s=left_s, refresh=refresh)
             replicas = [replica for replica in found if replica.peer_id not in asked]
@@ -214,7 +214,7 @@ class ReplicaCalls:
                 for task, peer in running.items():
                     if task.cancel() and winner is not None and asked_s[peer] < asked_s[winner]:
                         self.stats.slow(str(call.uid), peer, now_s, _OVERTAKEN)
-                    # it had at least half of the available time
+                    # the attempt had at least half of the available time
                     elif winner is None and asked_s[peer] < (begun_s + now_s) / 2.0:
                         self.stats.slow(str(call.uid), peer, now_s, _TOO_SLOW)
         if hedged.winner is None:

@@ -20,7 +20,7 @@ _EPOCH_LINE_S = 1.0  # shortest interval between the lines of two epochs in a lo
 _CONTRIBUTION_LINE_S = 600.0  # the same for contributions
 _HISTORY_MAX = 10_000  # epochs in the graph of losses
 _BAR = 30  # width in columns
-_FOOTER = "Ctrl-C leaves; the others go on."
+_FOOTER = "Ctrl-C leaves; the others continue."
 
 
 class VolunteerPresentation(Presentation):

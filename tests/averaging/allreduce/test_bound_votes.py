@@ -1,4 +1,4 @@
-"""A member whose round fails although its vote is in the certificate: the vote goes on to bind it."""
+"""A member whose round fails although its vote is in the certificate: the vote continues to bind it."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def lost_s(*, gives_s: float = 0.0) -> dict[int, float]:
     return lost
 
 
-def test_a_reducer_with_earlier_faults_that_only_says_that_it_waits_is_lost_after_15_s() -> None:
+def test_a_reducer_with_earlier_faults_that_only_reports_waiting_is_lost_after_15_s() -> None:
     """Before, it was waited for until 70 % of the round's time was over, in each of its rounds."""
     lost = lost_s()
     assert 15.0 <= lost[DOUBTED] <= 15.5

@@ -239,7 +239,7 @@ def test_a_member_that_nobody_can_probe_sends_as_many_heartbeats_when_it_was_lat
             receiver.unanswered(place)  # it cannot be called
 
 
-def test_slow_answers_in_a_large_group_do_not_put_off_for_long_when_a_failure_is_noticed() -> None:
+def test_slow_answers_in_a_large_group_delay_failure_detection_only_briefly() -> None:
     """Regression test: the rest before a late answer counted as a pause; three of those are waited for."""
     members = list(range(1, 65))
     liveness = FailureDetector(members, [], 0.0, distant=members)

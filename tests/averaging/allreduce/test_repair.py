@@ -278,7 +278,7 @@ def test_the_rate_of_a_delayed_member_is_measured_afterwards() -> None:
     assert [place for place, _ in given.late([1], 61.0)] == [1]  # nothing came, and it is too late
 
 
-def test_a_member_that_is_excused_again_and_again_is_late_once_its_time_is_over() -> None:
+def test_a_repeatedly_excused_member_is_late_once_its_time_is_over() -> None:
     """Before, a reducer that said every other second that it waits was waited for until the round failed."""
     given = forecast()
     given.came(0, 2_000)
@@ -288,7 +288,7 @@ def test_a_member_that_is_excused_again_and_again_is_late_once_its_time_is_over(
         assert given.late([0], float(now_s)) == ([(0, math.inf)] if now_s > 60 else [])
 
 
-def test_a_member_that_sent_more_than_it_owed_is_late_once_its_time_is_over() -> None:
+def test_a_member_that_sent_surplus_data_is_late_once_its_time_is_over() -> None:
     """Before, one that sent anything in place of what it owed had no time that could be over."""
     given = forecast()
     given.came(0, 2 << 20)

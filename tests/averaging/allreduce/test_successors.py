@@ -15,7 +15,7 @@ IDENTITIES = [SeededIdentity(f"successor {place}") for place in range(4)]
 EVERYBODY = encode_places(range(4), 4)
 LOST = 2  # its successors are members 3, 0 (which is tested) and 1
 QUESTION_S = 1.0  # how long the others let a question wait for news
-PATIENCE_MAX_S = 45.0  # in a long round: at most this long, nothing comes of a successor
+PATIENCE_MAX_S = 45.0  # in a long round: a successor without results is waited for at most this long
 
 
 def version(chunk: int, attempt: int = 0) -> Version:
@@ -32,7 +32,7 @@ class Observed:
         self.held: dict[int, dict[int, Version]] = {place: {} for place in setup.members}
         self.asked: list[tuple[float, int]] = []  # when a question that may wait was asked, and which member
         self.fetched: dict[int, Version] = {}
-        self.unsealed: set[int] = set()  # members that say for ever that averages are on their way to them
+        self.unsealed: set[int] = set()  # members that say forever that averages are on their way to them
         self.took_over: dict[int, float] = {}  # by chunk: when the values of others were fetched
         self._waiting: list[tuple[float, do.AskInventory]] = []
         self._perform(self.machine.begin())
@@ -124,7 +124,7 @@ def test_a_successor_is_passed_over_that_stops_in_the_middle() -> None:
     assert 20.0 + 30.0 < one.took_over[one.chunks[1]] < 20.0 + PATIENCE_MAX_S
 
 
-def test_a_successor_does_not_wait_for_a_member_that_says_for_ever_that_averages_come_to_it() -> None:
+def test_a_successor_does_not_wait_for_a_member_that_always_reports_incoming_averages() -> None:
     """Before, no chunk of the lost reducer was reduced again until the round failed at its deadline."""
     one = Observed(round_setup(IDENTITIES, clients=[3], deadline_s=60.0))
     one.unsealed = {1}
@@ -179,7 +179,7 @@ def test_an_auxiliary_member_leaves_a_successor_its_time() -> None:
     assert not one.took_over
 
 
-def test_a_member_that_says_the_same_again_at_once_is_asked_ten_times_a_second_at_most() -> None:
+def test_a_member_that_repeats_its_answer_is_asked_at_most_ten_times_a_second() -> None:
     """One whose round is over does not wait for news before it answers, whatever it is asked."""
     one = Observed(round_setup(IDENTITIES))
     one.lose()

@@ -226,7 +226,7 @@ def test_after_a_break_the_contributors_inherit_that_the_history_knows_best(
     assert electors_after(electors, register, contributors, is_break=True)[0] == heirs
 
 
-def test_identities_that_contribute_once_displace_no_newcomer_that_goes_on() -> None:
+def test_identities_that_contribute_once_displace_no_newcomer_that_continues() -> None:
     found = rounds([A], SETTLED, [A, B])
     for start in range(0, 180, 60):
         found = electors_after(*found, [A, B, *CROWD[start : start + 60]], is_break=True)
@@ -261,7 +261,7 @@ def test_a_certificate_with_other_electors_than_the_rule_says_is_refused(change:
         certificate(forged, [A, B, C, D, E]).check(electors, register)
 
 
-def test_a_clock_grants_an_hour_once_it_has_passed_and_refuses_one_that_comes_too_early() -> None:
+def test_a_growth_clock_grants_an_hour_after_it_has_passed_and_not_earlier() -> None:
     clock = GrowthClock()
     assert not clock.is_over(1000.0)
     assert not clock.is_too_early(1001.0, outside=False), "it may have started late"

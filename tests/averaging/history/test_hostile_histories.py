@@ -78,7 +78,7 @@ def test_a_stranger_with_a_longer_chain_from_the_beginning_moves_nobody(rounds: 
 
 
 @pytest.mark.parametrize("liars", [1, 3])
-def test_a_peer_that_was_away_follows_the_live_electors_of_its_head_and_no_number_of_strangers(
+def test_a_returning_peer_follows_live_electors_of_its_head_and_not_strangers(
     liars: int,
 ) -> None:
     mine, others = made_by([A, B, C], 3), made_by([A, B, C], 3, B)

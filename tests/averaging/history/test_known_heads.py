@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from averaging.history.known_heads import SILENT_S, KnownHeads
-from swarm.core.ids import Contact
+from swarm.core.ids import Contact, PeerId
 from tests.averaging.history.peers import PEERS
 
 A, B = (Contact(peer, ()) for peer in PEERS[:2])
@@ -55,3 +55,17 @@ def test_a_peer_whose_host_refuses_connections_has_no_voice_at_once() -> None:
     assert heads.is_gone(A.peer_id)
     heads.missed(B.peer_id, 0.0, refused=False)
     assert not heads.is_gone(B.peer_id)  # it is cut off, perhaps: the others wait for the whole grace
+
+
+def test_strangers_of_any_number_displace_no_member() -> None:
+    """Regression: of 300 strangers that reported heads the last 256 stayed, and members that were cut off
+    counted as gone, for which nobody waits.
+    """
+    heads, members = KnownHeads(), {A.peer_id, B.peer_id}
+    strangers = [Contact(PeerId(number.to_bytes(32, "big")), ()) for number in range(1, 301)]
+    for contact in (A, B, *strangers):
+        heads.heard(contact, HEAD, 0.0, members.__contains__)
+        heads.missed(contact.peer_id, 0.0, refused=contact not in (A, B))
+    assert not heads.is_gone(A.peer_id)
+    assert heads.reported(0.0).keys() == members
+    assert heads.contacts(one.peer_id for one in strangers[-200:]) == strangers[-200:]

@@ -303,7 +303,7 @@ def test_a_peer_with_other_tensors_is_named_and_not_waited_for() -> None:
     assert contact(1).peer_id.short in failed.detail
 
 
-def test_a_peer_that_is_called_in_another_way_by_now_is_called_so_in_the_same_search() -> None:
+def test_a_search_uses_changed_addresses_and_relays_of_a_peer() -> None:
     """Regression test: a search called peers whose relays had changed through those of the records that it
     began with, to its end.
     """
@@ -394,7 +394,7 @@ def test_a_group_with_wrong_values_of_this_peer_is_refused() -> None:
         0.01,
     )
     assert outcome(bench.machine.poll(0.01)) is None
-    assert isinstance(outcome(bench.machine.poll(10.0)), SearchFailed), "it went on searching"
+    assert isinstance(outcome(bench.machine.poll(10.0)), SearchFailed), "it continued searching"
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf"), 1e13])

@@ -54,10 +54,10 @@ def closer(head: bytes, *, in_round: bool) -> EpochCloser:
     ("head", "in_round", "is_over"),
     [(HEAD, False, False), (OTHER_HEAD, False, True), (OTHER_HEAD, True, False)],
 )
-def test_a_search_is_over_when_the_others_have_gone_on_with_another_history(
+def test_a_search_is_over_when_the_others_have_continued_with_another_history(
     head: bytes, in_round: bool, is_over: bool
 ) -> None:
-    """Regression test: a peer that is a quorum by itself searched for the others, which had gone on with a
+    """Regression test: a peer that is a quorum by itself searched for the others, which had continued with a
     break while it loaded the state, until the search's time limit. The others followed that break meanwhile.
     """
     closing = closer(head, in_round=in_round)

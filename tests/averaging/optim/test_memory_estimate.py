@@ -30,6 +30,7 @@ MODES = [
     Diloco(),
     Diloco(momentum=0.0),
     Diloco(streaming=4),
+    Diloco(delayed=True),
     Gossip(),
     Gossip(momentum=0.0),
 ]

@@ -186,7 +186,7 @@ def test_a_small_group_shares_any_vector_among_all_members() -> None:
     assert reducers(members, 1) == list(range(REDUCERS_ALWAYS))
 
 
-def test_members_on_their_way_into_the_run_reduce_only_where_others_are_too_few() -> None:
+def test_newcomers_reduce_only_if_there_are_too_few_other_members() -> None:
     joining = [member(place, weight=0.0, bandwidth=2e8) for place in range(10)]
     trainers = [member(place) for place in range(10, 20)]
     helper = member(20, weight=0.0, auxiliary=True)

@@ -61,7 +61,7 @@ class FakeCuda:
             self.waited.append(self.known)
 
     def __init__(self) -> None:
-        self.waited: list[set[str]] = []  # what was over when a thread went on
+        self.waited: list[set[str]] = []  # what was over when a thread continued
         self.Event = functools.partial(FakeCuda.Event, self.waited)
         self.default = self.Stream(torch.device("cpu"))
         self._now = self.default
@@ -91,7 +91,7 @@ def test_a_queue_orders_the_calls_of_its_streams() -> None:
         working = cuda.current_stream(torch.device("cpu"))
         assert working is not cuda.default
         assert "backward" in working.known
-        assert "next forward" not in working.known  # the trainer goes on beside the round
+        assert "next forward" not in working.known  # the trainer continues beside the round
         cuda.call("encode 1")
     source, target = torch.arange(4), torch.zeros(4, dtype=torch.int64)
     fetch: Any = queue.fetch(source, target)

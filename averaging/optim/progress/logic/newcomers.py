@@ -17,7 +17,7 @@ class NewcomerWait:
     """The account of waits for newcomers. Times are a monotonic clock's, in seconds.
 
     Peers that are alone make epochs as short as their samples allow. A newcomer that needs longer than such
-    an epoch to load a state, or only to report that it has it, would be behind for ever.
+    an epoch to load a state, or only to report that it has it, would be behind forever.
     """
 
     def __init__(self, now_s: float) -> None:

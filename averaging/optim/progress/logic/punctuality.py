@@ -79,7 +79,7 @@ def _is_slow(view: ProgressView, own: PeerId) -> bool:
 
 
 def _samples_by_now(view: ProgressView, own: PeerId) -> float:
-    """Return how many samples the swarm has by now if all went on at their speed since their last report.
+    """Return how many samples the swarm has by now if all continued at their speed since their last report.
     Such an estimate must not close an epoch, but a slow peer needs it: its reports of the others are old.
     """
     there = {

@@ -285,6 +285,7 @@ class EpochProgress:
             # strangers displace only strangers; otherwise reports dated in the future would displace all
             # others
             outside = [other for other in self._others if other not in self._members] or list(self._others)
+            outside = [other for other in outside if not self.standing.counts(other)] or outside
             del self._others[min(outside, key=lambda other: self._others[other].issued_s)]
         epoch_min = known.epoch_min if known is not None else 0
         # the report was sent before the end of that round, and must not make the peer appear to be in an
@@ -474,11 +475,11 @@ class EpochProgress:
         )
 
     def refresh_s(self, now_s: float) -> float:
-        """Return how long to wait before the others' reports are read again."""
+        """Return the interval to the next read of the others' reports; strangers make it no longer."""
         view = self.view(now_s)
-        eta_s, crowd = view.eta_s, max(len(view.peers) / REFRESH_MIN_PEERS, 1.0)
+        crowd = max(sum(one.has_standing for one in view.peers.values()) / REFRESH_MIN_PEERS, 1.0)
         shortest_s = min(REFRESH_S_MIN * crowd, REFRESH_S_LARGE) if self.total is None else REFRESH_S_LARGE
-        return min(max(eta_s / 4, shortest_s), max(self._refresh_s_max, shortest_s))
+        return min(max(view.eta_s / 4, shortest_s), max(self._refresh_s_max, shortest_s))
 
 
 def with_state(reports: Mapping[PeerId, ProgressReport]) -> list[PeerId]:
