@@ -40,6 +40,7 @@ Misdeed = Literal[
     "none",
     "votes none",
     "stalls",
+    "joins and never begins",
     "leads and never begins",
     "votes twice",
     "votes for something else",
@@ -91,6 +92,8 @@ class Saboteur:
         elif self._misdeed == "stalls":
             go_silent(self._one.peer)
             all_reduce.run = _stall
+        elif self._misdeed == "joins and never begins":
+            all_reduce.run = _never_begin
         elif self._misdeed == "claims every sample":
             assert self._one.optimizer is not None
             _claim_every_sample(self._one.optimizer)
@@ -111,6 +114,12 @@ class Saboteur:
 async def _stall(group: Group, *arguments: Any, deadline_s: float, **others: Any) -> RoundOutcome:
     await asyncio.sleep(min(max(deadline_s - asyncio.get_running_loop().time(), 0.0), _HELD_S))
     return RoundOutcome.broken("this member stalls")
+
+
+async def _never_begin(group: Group, *arguments: Any, deadline_s: float, **others: Any) -> RoundOutcome:
+    """Know nothing of the round for as long as the others may wait for this member."""
+    await asyncio.sleep(min(max(deadline_s - asyncio.get_running_loop().time(), 0.0), _HELD_S))
+    return RoundOutcome.broken("this member never begins")
 
 
 def go_silent(peer: SimulatedPeer) -> None:

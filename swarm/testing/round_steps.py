@@ -66,7 +66,8 @@ class RoundSteps:
         place = state.places[peer]
         whole = (peer, place, attempt, *key)
         if whole not in self._turns:
-            turn = Turn(peer, self.tables.signers[peer], self.tables.locals[place], attempt)
+            local, marks = self.tables.locals[place], self.tables.merges
+            turn = Turn(peer, self.tables.signers[peer], local, attempt, marks=marks)
             act(turn)
             self._turns[whole] = self._concluded(peer, turn.end())
         return self._moved(state, peer, attempt, *self._turns[whole])
@@ -278,7 +279,7 @@ class RoundSteps:
                 return
             statements = [reading(found, other).votes.statement()]
         for statement in statements:
-            made = told(self.tables.local(state, peer), peer, number, statement)
+            made = told(self.tables.local(state, peer), peer, number, statement, marks=self.tables.merges)
             place = self.tables.place(peer, made)
             if place != state.places[peer]:
                 heard = state.heard | self._heard(number, statement)

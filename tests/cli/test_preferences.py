@@ -40,9 +40,9 @@ def test_preferences_are_set_shown_and_forgotten(home: Path) -> None:
     ("arguments", "said"),
     [
         (["daily"], "set with KEY=VALUE"),
-        (["dayly=5G"], "'dayly' is no preference"),
+        (["dayly=5G"], "'dayly' is not a preference"),
         (["daily=x"], "a size is written like 4G"),
-        (["--unset", "dayly"], "'dayly' is no preference"),
+        (["--unset", "dayly"], "'dayly' is not a preference"),
     ],
 )
 def test_a_mistake_is_a_sentence_and_changes_nothing(home: Path, arguments: list[str], said: str) -> None:

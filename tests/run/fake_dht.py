@@ -38,7 +38,7 @@ class FakeDht:
         self.entries: dict[tuple[Key, PeerId, str | None], FakeEntry] = {}
         self.stores = 0
         self.refuses = False
-        self.failing_reads = 0  # that end with an error of the network
+        self.failing_reads = 0  # number of next reads that raise NetworkError
 
     def as_peer(self, own: PeerId) -> Any:
         dht = self

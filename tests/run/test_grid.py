@@ -146,7 +146,7 @@ def test_options_that_contradict_the_grid_are_named(
     changes: dict[str, object], given: set[str], message: str
 ) -> None:
     one = signed(Identity.generate())
-    check_agrees(one, grid(**changes), ())  # defaults contradict nothing
+    check_agrees(one, grid(**changes), ())  # default values never contradict
     with pytest.raises(UsageError) as caught:
         check_agrees(one, grid(**changes), given)
     assert message in str(caught.value)

@@ -32,6 +32,7 @@ def without_attack(members: int) -> AttackFigures:
     [
         "leads and never begins",
         "stalls",
+        "joins and never begins",
         "votes none",
         "votes twice",
         "votes for something else",

@@ -1,4 +1,4 @@
-"""A search for a group that closes an epoch ends when it can lead nowhere."""
+"""A search for a group that closes an epoch ends when it cannot succeed any more."""
 
 from __future__ import annotations
 
