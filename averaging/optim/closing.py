@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from averaging.blocklist import EXCLUDED
-from averaging.history.certificate import RoundKind
+from averaging.history.certificate import SAMPLES_MAX, RoundKind
 from averaging.optim.catchup import CatchUp
 from averaging.optim.epoch_averager import OBSOLETE_ROUND_GRACE_S, EpochAverager, StateRound
 from averaging.optim.modes import Mode
@@ -237,7 +237,8 @@ class EpochCloser:
         weight, _ = self._mode.prepare(self._state.epoch)
         with self._undone_if_not_applied():
             if self._history is not None:
-                self._history.commit_alone(self._state.epoch + 1, RoundKind.EPOCH)
+                samples = (min(int(weight), SAMPLES_MAX),)
+                self._history.commit_alone(self._state.epoch + 1, RoundKind.EPOCH, samples)
             self._advance([], ())
         return CloseOutcome(
             stepped=True,
