@@ -79,9 +79,10 @@ class ExpertFactory:
         return made
 
     def _too_little(self, wanted: int, room: int) -> UsageError:
+        cure = f"host {room} with --num-experts, or say --memory SIZE" if room else "choose another device"
         return UsageError(
             f"{wanted} experts with their gradients and optimizers do not fit into the memory of "
-            f"{self.device}, and {room} do: host fewer with --num-experts, or say --memory SIZE"
+            f"{self.device}, and {room or 'not even one'} would: {cure}"
         )
 
     def make(self, uid: ExpertUid) -> Expert:

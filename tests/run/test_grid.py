@@ -236,7 +236,7 @@ def test_experts_that_do_not_fit_into_memory_are_refused_with_how_many_do(
     monkeypatch.setattr(grid_experts, "free_bytes", lambda device: int(2.5 * factory.bytes_of_one()))
     assert list(factory.make_all(names[:2])) == names[:2]
     with pytest.raises(
-        UsageError, match=r"3 experts .* do not fit into the memory of cpu, and 2 do: host fewer"
+        UsageError, match=r"3 experts .* do not fit into the memory of cpu, and 2 would: host 2 with"
     ):
         factory.make_all(names)
     monkeypatch.setattr(grid_experts, "free_bytes", lambda device: None)
@@ -248,7 +248,7 @@ def test_experts_that_do_not_fit_into_memory_are_refused_with_how_many_do(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     monkeypatch.setattr(factory, "make", make)
-    with pytest.raises(UsageError, match=r"3 experts .*, and 1 do"):
+    with pytest.raises(UsageError, match=r"3 experts .*, and 1 would: host 1 with"):
         factory.make_all(names)
 
 
