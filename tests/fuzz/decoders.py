@@ -293,6 +293,7 @@ def all_decoders() -> list[Decoder]:
     blobs = [_SIGNED.blob, _RECOVERED.blob, _GRID.blob]
     key = blob_key(_SIGNED.run_id)
     schema = ExpertSchema.from_samples((torch.zeros(2, 8),), torch.zeros(2, 8))
+    sequences = schema.with_shorter(ExpertSchema.from_samples((torch.zeros(2, 4),), torch.zeros(2, 4)))
     chain = _chain()
     round_ = RoundReport(
         kind="epoch", epoch=4, at_s=_NOW_S, seconds=1.5, bytes=1000, members=3, left=((str(PEER), "dead"),)
@@ -345,7 +346,7 @@ def all_decoders() -> list[Decoder]:
         Decoder("frame", unpack, [b"\x04\x00\x00\x00\x0a\x02\x0a\x00payload"]),
         Decoder("places", lambda raw: decode_places(raw, 9), [b"\xff\x01"]),
         Decoder("clipped places", lambda raw: check_clipped(raw, b"\xff\x01", 9), [b"\xff\x01"]),
-        Decoder("schema of an expert", ExpertSchema.unpack, [schema.packed]),
+        Decoder("schema of an expert", ExpertSchema.unpack, [schema.packed, sequences.packed]),
         *_name_decoders(),
         *_libp2p_decoders(),
         *_codec_decoders(),
