@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from swarm.cli import options
+from swarm.cli.finding import given_entry, is_run_name
 from swarm.cli.identity import open_entry_identity
 from swarm.cli.invite import contacts_of
 from swarm.cli.options import parse_host_port
@@ -67,7 +68,8 @@ class MonitorChoices:
     def of(cls, **options: Any) -> MonitorChoices:
         """Return the options as click parsed them. Raise UsageError for all that can be checked at once."""
         choices = cls(**options)
-        contacts_of(choices.addresses)
+        if not any(is_run_name(one) for one in choices.addresses):
+            contacts_of(choices.addresses)
         for name in ("web", "prometheus"):
             given = getattr(choices, name)
             if given is not None:
@@ -105,7 +107,7 @@ class MonitorChoices:
 
 
 @click.command(context_settings=options.CONTEXT)
-@options.entries(required=True)
+@click.argument("addresses", metavar="ADDRESS|INVITE|RUN...", nargs=-1, required=True)
 @options.run_name
 @click.option("--web", metavar="HOST:PORT", default=None, help="Serve a page; port 0 picks a free one.")
 @click.option(
@@ -166,12 +168,13 @@ def monitor(addresses: tuple[str, ...], **given: Any) -> int:
     """Watch the run at ADDRESS, as a peer that does not train and that no other peer has to trust.
 
     Shows progress, loss, throughput, every peer, the last rounds with the reasons of those that failed, and
-    other events. Stale values are labelled. ADDRESS is that of any live peer, or an invite; if this peer
-    leaves, the monitor continues through the others.
+    other events. Stale values are labelled. ADDRESS is that of any live peer; if this peer leaves, the
+    monitor continues through the others. RUN is the name of a run in which this machine took part.
 
     \b
     Examples:
       swarm monitor /ip4/203.0.113.7/tcp/4000/tls/http/p2p/12D3KooW...
+      swarm monitor bytelm
       swarm monitor ADDRESS --web 127.0.0.1:8080
       swarm monitor ADDRESS --run bytelm --prometheus 0.0.0.0:9464 --log run.jsonl
       swarm monitor ADDRESS --save checkpoints --every 30m
@@ -181,16 +184,18 @@ def monitor(addresses: tuple[str, ...], **given: Any) -> int:
     choices = MonitorChoices.of(addresses=addresses, **given)
     from swarm.monitor.watching import Watch, WatchConfig
 
+    entry = given_entry(choices.addresses, choices.run, None, ())
+    assert entry is not None
     config = WatchConfig(
-        entry=choices.addresses,
-        run=choices.run,
+        entry=entry.bootstrap,
+        run=entry.run,
         history=choices.history_file,
         saving=choices.checkpoints(),
         grids=choices.experts,
     )
     with (
         Shutdown(exit_with_parent=choices.exit_with_parent) as shutdown,
-        contextlib.closing(open_entry_identity(None, choices.addresses)) as own,
+        contextlib.closing(open_entry_identity(entry.identity, entry.bootstrap)) as own,
         Watch(config, own) as watch,
     ):
         _show(choices, watch, shutdown)

@@ -55,6 +55,10 @@ _STATE = {
     "lost": "red",
     "left": "dim",
 }
+_COLUMNS = ("peer", "on", "now", "smp/s", "epoch", "gave", "sent", "got", "drift", "reach", "loss")
+_LEFT = ("peer", "on", "now")
+_LEFT_OUT_FIRST = ("loss", "drift", "got", "reach", "sent", "on", "gave", "epoch", "smp/s", "now")
+_NAME_COLUMNS_MIN = 13
 _PAGE = 8  # peers
 _RELAY_SILENT_S = 15.0  # a relay that has not answered for this long is shown as silent
 # texts for a column with the reach that a peer reports
@@ -208,11 +212,7 @@ def render_screen(
         below = max(4, free // 3)
         shown = max(1, min(len(peers), free - below - 1))
         first = min(max(0, state.chosen - shown // 2), max(0, len(peers) - shown))
-        lines.append(_peer_head(columns))
-        lines += [
-            _peer_line(peer, columns, first + place == state.chosen)
-            for place, peer in enumerate(peers[first : first + shown])
-        ]
+        lines += _peer_table(peers[first : first + shown], state.chosen - first, columns)
         if not peers:
             lines.append(Text("  no peer takes part at the moment", style="dim"))
         lines += _below(view, state.section, rows - len(lines) - 1)
@@ -284,41 +284,37 @@ def _numbers(view: MonitorView, trends: Trends, columns: int) -> list[Text]:
     return lines
 
 
-def _columns(columns: int) -> list[tuple[str, int]]:
-    widths = {
-        "peer": 13,
-        "on": 4,
-        "now": 8,
-        "smp/s": 7,
-        "epoch": 6,
-        "gave": 5,
-        "sent": 7,
-        "got": 7,
-        "drift": 7,
-        "reach": 5,
-    }
-    if columns >= 89:
-        widths["loss"] = 8
-    spare = columns - 1 - sum(widths.values()) - len(widths)
-    widths["peer"] += min(max(spare, 0), 24)
-    return list(widths.items())
+def _peer_table(peers: Sequence[PeerView], chosen: int, columns: int) -> list[Text]:
+    """Return a heading and a line for each peer. Where not everything fits, columns are left out, and names
+    are shortened last.
+    """
+    cells = [_cells(peer) for peer in peers]
+    widths = {name: max([len(name), *(len(row[name]) for row in cells)]) for name in _COLUMNS}
+    for name in _LEFT_OUT_FIRST:
+        if sum(widths.values()) + len(widths) <= columns:
+            break
+        del widths[name]
+    widths["peer"] -= max(sum(widths.values()) + len(widths) - columns, 0)
+    widths["peer"] = max(widths["peer"], _NAME_COLUMNS_MIN)
+    head = " ".join(_fit(name, width, left=name in _LEFT) for name, width in widths.items())
+    lines = [Text(f" {head}", style="dim")]
+    for place, (peer, row) in enumerate(zip(peers, cells, strict=True)):
+        line = Text("›" if place == chosen else " ", style="bold" if place == chosen else "")
+        for name, width in widths.items():
+            style = _STATE.get(peer.state, "") if name == "now" else "" if peer.fresh else "dim"
+            line.append(_fit(row[name], width, left=name in _LEFT), style=style)
+            line.append(" ")
+        if place == chosen:
+            line.stylize("reverse")
+        if peer.accused_by:
+            line.stylize("red")
+        lines.append(line)
+    return lines
 
 
-def _peer_head(columns: int) -> Text:
-    return Text(
-        " "
-        + " ".join(
-            _fit(name, width, left=place < 3) for place, (name, width) in enumerate(_columns(columns))
-        ),
-        style="dim",
-    )
-
-
-def _peer_line(peer: PeerView, columns: int, chosen: bool) -> Text:
-    cells = {
-        "peer": (f"{peer.name} {peer.short[-5:]}" if columns >= 100 else peer.name)
-        if peer.name
-        else peer.short,
+def _cells(peer: PeerView) -> dict[str, str]:
+    return {
+        "peer": f"{peer.name} {peer.short[-5:]}" if peer.name else peer.short,
         "on": peer.device.split(" ")[0],
         "now": peer.state if peer.fresh or peer.state in ("left", "lost") else f"{_ago(peer.age_s)} ago",
         "smp/s": (f"{peer.samples_per_s:,.0f}" + ("!" if peer.capped else "")) if peer.fresh else "-",
@@ -330,16 +326,6 @@ def _peer_line(peer: PeerView, columns: int, chosen: bool) -> Text:
         "reach": _reach(peer),
         "loss": _number(peer.loss),
     }
-    line = Text("›" if chosen else " ", style="bold" if chosen else "")
-    for place, (name, width) in enumerate(_columns(columns)):
-        style = _STATE.get(peer.state, "") if name == "now" else "" if peer.fresh else "dim"
-        line.append(_fit(cells[name], width, left=place < 3), style=style)
-        line.append(" ")
-    if chosen:
-        line.stylize("reverse")
-    if peer.accused_by:
-        line.stylize("red")
-    return line
 
 
 def _reach(peer: PeerView) -> str:

@@ -137,9 +137,8 @@ class Model:
     def on_run(self, run: RunView, now_s: float) -> None:
         """Process a newer version of the specification."""
         if self.run.version:
-            self.events.add(
-                now_s, "run", "info", f"the owner changed the run: version {version_text(run.version)}"
-            )
+            what = self.run.differences(run) or f"version {version_text(run.version)}"
+            self.events.add(now_s, "run", "info", f"the owner changed the run: {what}")
         self.run = run
 
     def on_dialed(self, peer: PeerId, answered: bool) -> None:

@@ -35,6 +35,21 @@ class RunView:
     ended: bool = False
     message: str = ""  # of the owner to volunteers
 
+    def differences(self, newer: RunView) -> str:
+        """Return what the owner changed, as far as this view shows it; "" where it shows nothing of it."""
+        found = []
+        if newer.ended != self.ended:
+            found.append("ended" if newer.ended else "open again")
+        if newer.paused != self.paused:
+            found.append("paused" if newer.paused else "training continues")
+        if newer.target != self.target:
+            found.append(f"an epoch is {newer.target or 0:,} samples")
+        if newer.pauses != self.pauses:
+            found.append("other planned pauses" if newer.pauses else "no planned pause")
+        if newer.message != self.message:
+            found.append(f"a message: {newer.message}" if newer.message else "no message")
+        return ", ".join(found)
+
     def at(self, now_s: float) -> RunView:
         """Return the run as it is at this moment: during a planned pause it is paused."""
         is_planned = any(starts_s <= now_s < ends_s for starts_s, ends_s in self.pauses)
