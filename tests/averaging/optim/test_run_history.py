@@ -19,7 +19,7 @@ from averaging.history.certificate import (
     vote_statement,
 )
 from averaging.history.chain import Chain
-from averaging.history.encoding import decode_chain
+from averaging.history.encoding import decode_chain, encode_part
 from averaging.history.lineage import Lineage
 from averaging.history.tally import Tally
 from averaging.optim.endorsing import Endorser
@@ -272,6 +272,25 @@ def test_strangers_that_claim_histories_and_do_not_answer_are_asked_twice_a_seco
         fetching.cancel()
 
     run_virtual(play())
+
+
+def test_an_answer_with_a_goodbye_of_nobody_does_not_end_the_comparison_of_histories() -> None:
+    """Regression, found by `make fuzz`: the task that compares histories failed, and began again."""
+
+    class Malformed(HangingStrangers):
+        async def call(self, peer: Contact, method: Any, request: Any, *, timeout_s: float) -> Any:
+            self.calls.append(peer.peer_id)
+            chain = encode_part(Chain(head=HEAD, electors=(contact(2).peer_id,), certificates=()))
+            return state_pb2.HistoryReply(chain=chain, goodbyes=[state_pb2.Goodbye(peer=b"short")])
+
+    async def play() -> None:
+        calls = Malformed()
+        history = history_with(calls)
+        history.heard(contact(2), b"m" * 32)
+        await history.compare()
+        assert calls.calls == [contact(2).peer_id]
+
+    asyncio.run(play())
 
 
 RESULT = bytes(32)
