@@ -3,9 +3,9 @@ Pure.
 
 Every certificate says how many samples each contributor brought, and a quorum of the electors has signed it.
 The totals at a head follow from all certificates before it, so all peers of a history compute the same ones.
-Certificates are kept for a while only, so every `EVERY` of them the electors sign the totals: a receipt.
-A peer that has the newest receipt and the certificates since knows what everybody gave since the run began,
-and needs no earlier receipt.
+Peers keep only recent certificates. So after every `EVERY` certificates, the electors sign the totals: a
+receipt. A peer that has the newest receipt and the certificates after it knows what every peer gave since the
+run began, and needs no earlier receipt.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from swarm.core.ids import PeerId
 # certificates between two receipts. Too small: electors sign and call all the time; too large: fewer receipts
 # lie within the 256 certificates that peers keep, and all of them may lack a quorum
 EVERY: Final = 16
-PEERS_MAX: Final = 4096  # with a total of their own; of more, those with the fewest samples are dropped
+PEERS_MAX: Final = 4096  # peers in a receipt; if there are more, those with the fewest samples are dropped
 # a contributor is credited with at most this many times the median of the electors in its round. Too small: a
-# large GPU among laptops counts less than it gave; too large: so much more a member gets that lies
+# large GPU among laptops is credited with less than it gave; too large: a member that lies is credited with
+# that much more
 CREDIT_RATIO_MAX: Final = 10
 COLLECTORS: Final = 3  # electors to which the others send their signatures
 RECEIPT_BYTES_MAX: Final = 320 << 10
-_MARKS_MAX: Final = 18  # totals that are kept: of all receipts within the certificates that are kept
+_MARKS_MAX: Final = 18  # totals that are kept: those of all receipts within the certificates that are kept
 _COUNT_MAX: Final = 1 << 62
 _RECEIPT: Final = b"swarm receipt\0"
 
@@ -54,8 +55,8 @@ class Totals:
     """The sums of all certificates up to a head."""
 
     certificates: int = 0
-    samples: int = 0  # of all peers, those that were dropped included
-    witnessed_rounds: int = 0  # with several contributors
+    samples: int = 0  # of all peers, including dropped ones
+    witnessed_rounds: int = 0  # rounds with several contributors
     witnessed_samples: int = 0
     by_peer: Mapping[PeerId, Credit] = field(default_factory=dict)
 
@@ -82,9 +83,10 @@ class Totals:
 def credited(certificate: Certificate, before: Totals) -> dict[PeerId, int]:
     """Return the samples with which a certificate credits each peer that worked.
 
-    Nobody can check how many samples a peer has computed. So a claim counts up to `CREDIT_RATIO_MAX` times
-    the median of the electors in its round, which fewer than half of them cannot raise; that of a peer alone
-    in its round, which has no witness, up to the mean of the rounds that had one.
+    Nobody can check how many samples a peer has computed. So a peer is credited with at most
+    `CREDIT_RATIO_MAX` times the median of the electors in its round, which fewer than half of them cannot
+    raise. A peer alone in its round, which has no witness, is credited with at most the mean of the rounds
+    that had one.
     """
     proposal = certificate.proposal
     if proposal.kind is not RoundKind.EPOCH:
@@ -141,14 +143,14 @@ def decode_receipt(data: bytes) -> Receipt:
         if not isinstance(run, str) or not isinstance(head, bytes) or len(signatures) > ELECTORS_MAX:
             raise PeerError("a receipt names a run and a head, and has a signature of each elector")
         if len(set(peers)) != len(peers):
-            raise PeerError("a receipt names a peer once")
+            raise PeerError("a receipt names a peer only once")
         by_peer = {
             peer: Credit(given, worked) for peer, given, worked in zip(peers, samples, rounds, strict=True)
         }
         numbers = dict(zip(_NUMBERS, numbers, strict=True))
         every = [*numbers.values(), *samples, *rounds]
         if any(type(number) is not int or not 0 <= number <= _COUNT_MAX for number in every):
-            raise PeerError("a receipt counts in whole numbers")
+            raise PeerError("the numbers in a receipt are whole numbers")
         if any(type(one) is not bytes or len(one) != SIGNATURE_BYTES for one in signatures.values()):
             raise PeerError(f"a signature has {SIGNATURE_BYTES} bytes")
         signed = {PeerId(key): signature for key, signature in signatures.items()}
@@ -175,8 +177,8 @@ def _statement(run: str, head: bytes, totals: Totals) -> list[Any]:
 
 
 def sum_up(chain: Chain, run: str, known: Mapping[bytes, Totals]) -> dict[bytes, Totals]:
-    """Return the totals at the heads of a chain, from the newest head whose totals are `known`, or from the
-    beginning of the run, on; empty where the chain begins later than both. The caller has checked the chain.
+    """Return the totals at the heads of a chain, starting at the newest head whose totals are `known`, or at
+    the beginning of the run; empty where the chain begins later than both. The caller has checked the chain.
     """
     heads = [chain.head, *(one.head for one in chain.certificates)]
     start = next((place for place in reversed(range(len(heads))) if heads[place] in known), None)
@@ -203,18 +205,18 @@ def read_totals(chain: Chain, run: str, receipts: Iterable[Receipt]) -> Totals:
     """Return the totals at the end of a chain that the caller has checked, from the receipts that other peers
     give. Raise PeerError that says why there are none.
     """
-    known, reason = {}, "no peer has a receipt of it yet"
+    known, reason = {}, "no peer has a receipt of this run yet"
     for receipt in receipts:
         try:
             if receipt.run != run:
-                raise PeerError("it is of another run")
+                raise PeerError("the receipt is of another run")
             receipt.check(electors_at(chain, receipt.head))
             known[receipt.head] = receipt.totals
         except PeerError as error:
             reason = str(error)
     found = sum_up(chain, run, known)
     if not found:
-        raise PeerError(f"what was given to run {run} is not known: {reason}")
+        raise PeerError(f"the contributions to run {run} are not known: {reason}")
     return found[chain.last_head]
 
 
@@ -234,14 +236,18 @@ class ReceiptBook:
     def __init__(self, own: PeerId, run: str) -> None:
         self._own, self._run = own, run
         self._chain: Chain | None = None
-        self._head = b""  # at which these are the totals
-        self.totals: Totals | None = None  # None: this peer came later, and has no receipt yet
-        self._marks: OrderedDict[bytes, _Mark] = OrderedDict()  # by head, the newest last
-        self.newest: Receipt | None = None  # that a quorum has signed
-        self._saved: Receipt | None = None  # from disk: it counts once its head is in the history
+        self._head = b""  # the head that `totals` belongs to
+        # None: this peer joined after the run began, and has no receipt yet
+        self.totals: Totals | None = None
+        self._marks: OrderedDict[bytes, _Mark] = OrderedDict()  # by head, newest last
+        self.newest: Receipt | None = None  # the newest receipt that a quorum has signed
+        # a receipt from disk, which is used once its head is in the history
+        self._saved: Receipt | None = None
 
     def follow(self, chain: Chain) -> None:
-        """Take this peer's history, all certificates of it that are kept, whenever its head has moved."""
+        """Update the totals from this peer's history, given as all certificates that it keeps, whenever its
+        head has moved.
+        """
         self._chain = chain
         last = chain.certificates[-1] if chain.certificates else None
         if last is not None and self.totals is not None and last.proposal.head == self._head:
@@ -334,7 +340,8 @@ class ReceiptBook:
         mark = self._marks.get(receipt.head)
         differs = mark is not None and mark.totals != receipt.totals
         self._take(receipt)
-        if self.totals is None or differs:  # the electors know better: they have seen all certificates
+        # the electors' totals replace ours: they have seen all certificates
+        if self.totals is None or differs:
             self._marks.clear()
             self._sum_up()
 

@@ -19,17 +19,17 @@ from swarm.wire import state_pb2
 
 _log = logging.getLogger(__name__)
 
-# between two looks at what is to be signed. Too small: electors call one another for nothing; too large: a
-# receipt has no quorum before the next one is due
+# between two checks for totals to sign. Too small: electors call one another needlessly; too large: a receipt
+# has no quorum before the next one is due
 _INTERVAL_S = 5.0
-_ASK_EVERY = 12  # looks after which a member without anything to sign asks for a newer receipt
+_ASK_EVERY = 12  # checks after which a member that has nothing to sign asks for a newer receipt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Question:
-    """A question of this peer to another one."""
+class _Request:
+    """A request for signatures and a newer receipt, and the peers that may be asked."""
 
-    peers: Sequence[PeerId]  # that may be asked
+    peers: Sequence[PeerId]  # one of these is asked
     head: bytes
     signatures: Mapping[PeerId, bytes]
     certificates: int
@@ -52,42 +52,42 @@ class Receipts:
 
     async def run(self) -> None:
         """Sign, collect signatures and ask for receipts until cancelled."""
-        looks = 0
+        checks = 0
         while True:
             await asyncio.sleep(_INTERVAL_S * self._node.rng.uniform(0.8, 1.2))
-            looks += 1
-            may_ask = looks % _ASK_EVERY == 0
-            question = self._ledger.with_receipts(partial(self._question, may_ask=may_ask))
-            if question is not None:
-                await self._ask(question)
+            checks += 1
+            may_ask = checks % _ASK_EVERY == 0
+            wanted = self._ledger.with_receipts(partial(self._next_request, may_ask=may_ask))
+            if wanted is not None:
+                await self._ask(wanted)
 
-    def _question(self, book: ReceiptBook, *, may_ask: bool) -> _Question | None:
+    def _next_request(self, book: ReceiptBook, *, may_ask: bool) -> _Request | None:
         book.sign(self._sign)
         certificates = book.newest.totals.certificates if book.newest is not None else 0
         for head, signatures in book.unsigned.items():
             if self._own in signatures:
                 peers = book.collectors(head)
-                return _Question(peers=peers, head=head, signatures=signatures, certificates=certificates)
+                return _Request(peers=peers, head=head, signatures=signatures, certificates=certificates)
         if not (may_ask or book.totals is None):
             return None
-        return _Question(peers=self._history.electors(), head=b"", signatures={}, certificates=certificates)
+        return _Request(peers=self._history.electors(), head=b"", signatures={}, certificates=certificates)
 
-    async def _ask(self, question: _Question) -> None:
-        found = [self._contact(peer) for peer in question.peers if peer != self._own]
+    async def _ask(self, wanted: _Request) -> None:
+        found = [self._contact(peer) for peer in wanted.peers if peer != self._own]
         contacts = [contact for contact in found if contact is not None and contact.is_callable]
         if not contacts:
             return
         contact = self._node.rng.choice(contacts)
         request = state_pb2.ReceiptRequest(
             run=self._run,
-            certificates=question.certificates,
-            head=question.head,
-            signatures=_to_wire(question.signatures),
+            certificates=wanted.certificates,
+            head=wanted.head,
+            signatures=_to_wire(wanted.signatures),
         )
         try:
             reply = await self._node.channels.call(contact, RECEIPT, request, timeout_s=RECEIPT_TIMEOUT_S)
             signatures = _from_wire(reply.signatures)
-            self._ledger.with_receipts(lambda book: book.add(question.head, signatures))
+            self._ledger.with_receipts(lambda book: book.add(wanted.head, signatures))
             if reply.receipt:
                 receipt = decode_receipt(reply.receipt)
                 self._ledger.with_receipts(lambda book: book.take(receipt))

@@ -46,10 +46,11 @@ _AT_ONCE = 8
 @click.option("--no-lan", is_flag=True, help="Do not look on the local network.")
 @options.as_json
 def runs(addresses: tuple[str, ...], search: str, no_lan: bool, as_json: bool) -> int:
-    """List the runs of the swarm at ADDRESS: task, size, volunteers, pace, and who may join.
+    """List the runs of the swarm at ADDRESS: task, size, volunteers, pace, what they ask for, and who may
+    join. Open runs come from the catalogue of the swarm.
 
-    Without ADDRESS, the command lists the runs in which this machine took part, with what it gave to them,
-    and the runs that others on the local network train.
+    Without ADDRESS, the command lists the runs in which this machine took part, with what it gave to them.
+    The runs that others on the local network train follow in both cases.
 
     \b
     Examples:
@@ -62,10 +63,10 @@ def runs(addresses: tuple[str, ...], search: str, no_lan: bool, as_json: bool) -
             _list_swarm(output, addresses, search)
         else:
             _list_remembered(output, search)
-            if not no_lan:
-                from swarm.cli.finding import nearby_runs
+        if not no_lan:
+            from swarm.cli.finding import nearby_runs
 
-                nearby_runs(output, search or None)
+            nearby_runs(output, None, search)
     return 0
 
 

@@ -110,12 +110,12 @@ def test_a_swarm_that_answers_no_more_causes_an_alert() -> None:
 
 def test_breaks_and_reunions_cause_an_alert_and_old_events_none() -> None:
     old = event(1, "break", "an old break")
-    new = event(2, "break", "a and b went on without a majority")
+    new = event(2, "break", "a and b continued without a majority")
     joined = event(3, "joined", "c joined")
     found = alerts_of(
         iter([view(0, events=(old,)), view(5, events=(old,)), view(10, events=(old, new, joined))])
     )
-    assert [(one.kind, one.text) for one in found] == [("lineage", "a and b went on without a majority")]
+    assert [(one.kind, one.text) for one in found] == [("lineage", "a and b continued without a majority")]
     parts = (
         HistoryView(head="1" * 16, line="", epoch=3, peers=3),
         HistoryView(head="2" * 16, line="", epoch=3, peers=1),
@@ -181,7 +181,7 @@ def test_alerts_reach_a_web_address_and_a_command_and_carry_no_control_character
         channels = AlertChannels.parse(url, f'"{sys.executable}" -c "{script}"')
         with Alerting(channels, tell, pause_s=0.01) as alerting:
             alerting.on_view(view(0))
-            hostile = event(7, "break", "a\r\nBcc: everybody\x1b[31m \u202eb went on without a majority")
+            hostile = event(7, "break", "a\r\nBcc: everybody\x1b[31m \u202eb continued without a majority")
             alerting.on_view(view(5, events=(hostile,)))
             while not mail.exists() and not done.wait(0.05) and len(said) < 2:
                 pass

@@ -2,7 +2,7 @@
 
 Loss: the median loss of the last minute is far above the lowest one of the last hours, or most peers report
 one that is not finite. Stall: no epoch has ended for long. Members: half of them have gone. Lineage: peers
-went on without a majority, or are in several histories.
+continued without a majority, or are in several histories.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Alerts:
 
     def _stall(self, view: MonitorView) -> Iterator[Alert]:
         if view.run.paused or view.run.ended:
-            self._epoch = None  # counts from zero when the run goes on
+            self._epoch = None  # counts from zero when the run continues
             return
         if self._epoch != view.epoch:
             if self._epoch is not None and view.epoch > self._epoch:
