@@ -65,10 +65,11 @@ class CallRecorder:
             self.recording = False
 
     def rest(self) -> None:
-        """Record what is called for a while although this thread does nothing."""
+        """Record what is called for a while after the operation, when this thread does nothing."""
+        operation, self.codes = self.codes, set()
         with self.record():
             time.sleep(_REST_S)
-        self.at_rest, self.codes = self.codes, set()
+        self.codes, self.at_rest = operation, self.codes
 
     def passed(self) -> Passed:
         """Return what was called so far."""
@@ -144,9 +145,9 @@ def step(recorder: CallRecorder) -> None:
                 opt.step()
                 opt.zero_grad()
 
-        recorder.rest()
         with recorder.record():
             _run_concurrently([functools.partial(train, *pair) for pair in optimizers])
+        recorder.rest()
         for _, opt in optimizers:
             opt.close()
 
@@ -162,9 +163,9 @@ def store(recorder: CallRecorder) -> None:
         second.wait_joined(10.0)
         second.dht.store("before", 1, ttl_s=60)
         time.sleep(_SETTLE_S)
-        recorder.rest()
         with recorder.record():
             second.dht.store("flows", 2, ttl_s=60)
+        recorder.rest()
 
 
 def mixture(recorder: CallRecorder) -> None:
@@ -186,9 +187,9 @@ def mixture(recorder: CallRecorder) -> None:
             layer = swarm.RemoteMixtureOfExperts(guest, in_features=8, grid="ffn.[0:2]", k_best=2)
             layer(torch.randn(4, 8)).sum().backward()
             time.sleep(_SETTLE_S)
-            recorder.rest()
             with recorder.record():
                 layer(torch.randn(4, 8, requires_grad=True)).sum().backward()
+            recorder.rest()
 
 
 def join() -> Passed:

@@ -228,7 +228,7 @@ class RoundCalls:
         driver = self._driver
         vote = None
         try:
-            contact = await driver.find_elector(endorse.elector)
+            contact = await driver.voter.find_contact(endorse.elector)
             if contact is not None:
                 proposal = driver.machine.setup.proposal
                 request = wire.endorsement_to_wire(proposal, endorse.result, endorse.votes)

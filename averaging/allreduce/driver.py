@@ -31,7 +31,7 @@ from averaging.allreduce.work import ChunkWork
 from averaging.history.certificate import Vote
 from averaging.reduction.framing import unpack
 from swarm.core.errors import PeerError, UsageError
-from swarm.core.ids import Contact, PeerId
+from swarm.core.ids import Contact
 from swarm.core.notify import ChangeEvent
 from swarm.net.rpc import Stream
 from swarm.wire.reduce_pb2 import (
@@ -253,10 +253,6 @@ class RoundDriver:
         await self._news.wait()
 
     # ---- this member's own work
-
-    async def find_elector(self, elector: PeerId) -> Contact | None:
-        """Return the contact of an elector outside of the group; None when it is not known."""
-        return await self.voter.find_contact(elector)
 
     async def exclude_self(self, element: int) -> None:
         """Stop contributing because of this element of the vector."""

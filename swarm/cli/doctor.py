@@ -19,6 +19,7 @@ from swarm.cli.invite import contacts_of
 from swarm.cli.render import print_result
 from swarm.core.errors import SwarmError
 from swarm.core.ids import Contact
+from swarm.core.wording import size
 from swarm.net.logic.nat import NatKind
 from swarm.run.entering import enter
 
@@ -151,16 +152,14 @@ def _machine() -> Diagnosis:
     import torch
 
     memory = psutil.virtual_memory()
-    host = (
-        f"{os.cpu_count()} cores, {memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB of memory free"
-    )
+    host = f"{os.cpu_count()} cores, {size(memory.available)} of {size(memory.total)} of memory free"
     if not torch.cuda.is_available():
         return Diagnosis("machine", "good", f"{host}; no CUDA device, so that it would train on the CPU")
     devices = []
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
         name = torch.cuda.get_device_name(index)
-        devices.append(f"cuda:{index} is {name} with {free / 1e9:.1f} of {total / 1e9:.1f} GB free")
+        devices.append(f"cuda:{index} is {name} with {size(free)} of {size(total)} free")
     return Diagnosis("machine", "good", f"{host}; {'; '.join(devices)}")
 
 

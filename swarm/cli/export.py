@@ -17,6 +17,7 @@ from swarm.cli.invite import stored_run
 from swarm.cli.paths import checkpoints_folder
 from swarm.cli.render import Output, Presentation, make_output, print_result
 from swarm.core.errors import UsageError
+from swarm.core.wording import size
 from swarm.run.entering import find_run
 from swarm.run.events import Notice
 
@@ -128,11 +129,11 @@ def _export_run(signed: SignedSpecification, checkpoint: Checkpoint, path: Path,
 
     write(signed, checkpoint, path, optimizer=choices.optimizer)
     files = [one for one in path.rglob("*") if one.is_file()] if path.is_dir() else [path]
-    size = sum(one.stat().st_size for one in files)
+    written = sum(one.stat().st_size for one in files)
     print_result(
         "exported",
-        {"run": signed.full_name, "epoch": checkpoint.epoch, "path": str(path), "bytes": size},
-        f"{signed.full_name}, epoch {checkpoint.epoch}: {size / 1e6:,.1f} MB in {path}",
+        {"run": signed.full_name, "epoch": checkpoint.epoch, "path": str(path), "bytes": written},
+        f"{signed.full_name}, epoch {checkpoint.epoch}: {size(written)} in {path}",
         as_json=choices.as_json,
     )
 

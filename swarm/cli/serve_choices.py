@@ -15,6 +15,7 @@ from swarm.cli.invite import contacts_of
 from swarm.core.errors import UsageError
 from swarm.core.ids import Contact
 from swarm.core.presets import Preset
+from swarm.core.wording import size
 from swarm.run.grid import GridSpecification
 from swarm.run.grid_entry import module_hash
 from swarm.run.limits import parse_size
@@ -75,6 +76,7 @@ class ServeChoices:
     max_batch_size: int
     checkpoint: Path | None
     keep_activations_mb: int
+    is_compiled: bool
     average_s: float
     identity: str | None
     listen: str | None
@@ -192,6 +194,7 @@ class ServeChoices:
             device=self.device,
             module=self.module,
             keep_activations_bytes=self.keep_activations_mb << 20,
+            is_compiled=self.is_compiled,
         )
 
     def placing(self, grid: GridSpecification, node: Node, factory: ExpertFactory) -> Placing:
@@ -204,9 +207,7 @@ class ServeChoices:
             needed = factory.bytes_of_one()
             room = parse_size(self.memory) // needed
             if not room:
-                raise UsageError(
-                    f"--memory {self.memory} is less than one expert takes: {needed / 1e6:,.0f} MB"
-                )
+                raise UsageError(f"--memory {self.memory} is less than one expert takes: {size(needed)}")
             count = min(room, count or sum(pattern.count for pattern in self.patterns(grid)), EXPERTS_MAX)
         folder = self.checkpoint.expanduser() if self.checkpoint is not None else None
         return Placing(node, self.patterns(grid), count, folder)

@@ -40,8 +40,8 @@ class VolunteerLimits:
         """Raise SwarmError if the run is expected to need more memory than allowed."""
         if self.memory_bytes_max is not None and needed_bytes > self.memory_bytes_max:
             raise SwarmError(
-                f"the run {run} needs about {needed_bytes / 1e6:,.0f} MB of memory, and --memory allows "
-                f"{self.memory_bytes_max / 1e6:,.0f} MB: allow more, or volunteer for another run"
+                f"the run {run} needs about {size(needed_bytes)} of memory, and --memory allows "
+                f"{size(self.memory_bytes_max)}: allow more, or volunteer for another run"
             )
 
 
@@ -89,10 +89,7 @@ def decide(limits: VolunteerLimits, status: MachineStatus) -> tuple[Decision, st
         return Decision.LEAVE, status.not_invited
     ceiling = limits.memory_bytes_max
     if ceiling is not None and status.memory_bytes > ceiling:
-        text = (
-            f"this process takes {status.memory_bytes / 1e6:,.0f} MB of memory "
-            f"and --memory allows {ceiling / 1e6:,.0f} MB"
-        )
+        text = f"this process takes {size(status.memory_bytes)} of memory and --memory allows {size(ceiling)}"
         return Decision.LEAVE, text
     if status.asked_to_pause:
         return Decision.PAUSE, "asked to pause; `swarm resume` continues"

@@ -15,8 +15,9 @@ from swarm.core.device import current_device, explained_failures, is_device_fail
 from swarm.core.errors import NotEnoughPeers
 from swarm.core.ids import Contact
 from swarm.core.standing import Founding
+from swarm.core.wording import size
 from swarm.run import machine
-from swarm.run.changes import CHANGE, FANOUT, RunFollower, differences, restart_needed
+from swarm.run.changes import CHANGE, FANOUT, RunFollower, differences, pause_text, restart_needed
 from swarm.run.checkpoints import CheckpointWriter
 from swarm.run.directory import RunDirectory
 from swarm.run.estimate import RunEstimate, bytes_per_hour, estimate_run, round_bytes
@@ -123,6 +124,8 @@ class Volunteer:
             traffic_bytes_per_hour=bytes_per_hour(specification, description, run),
             peers=run.peers,
             downloads=list(description.downloads),
+            message=specification.message,
+            pauses=[pause_text(one) for one in specification.pauses],
         )
 
     def choose_device(self) -> torch.device:
@@ -143,9 +146,9 @@ class Volunteer:
         if device.type == "cuda":
             machine.check_memory(needed.device_bytes, free, self.signed.name, str(device))
             text = (
-                f"on {device}: about {needed.device_bytes / 1e6:,.0f} MB of its own memory, "
-                f"of which {free / 1e6:,.0f} MB are free, "
-                f"and about {needed.host_bytes / 1e6:,.0f} MB of the machine's"
+                f"on {device}: about {size(needed.device_bytes)} of its own memory, "
+                f"of which {size(free)} are free, "
+                f"and about {size(needed.host_bytes)} of the machine's"
             )
             self._emit(Notice(text=text))
         return device
@@ -372,7 +375,7 @@ class Volunteer:
         membership = self._node.membership
         return Requests(
             asked=self._config.asked_to_pause(),
-            paused=self.specification.paused,
+            paused=self.specification.is_paused(self._node.clock.swarm_s()),
             ended=self.specification.ended,
             banned=self._node.peer_id in self.specification.banned_peers,
             not_invited=membership.problem() if membership is not None else "",

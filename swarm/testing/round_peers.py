@@ -21,13 +21,7 @@ from averaging.allreduce.logic import effects as do
 from averaging.allreduce.logic import events as on
 from averaging.allreduce.logic.machine import RoundMachine
 from averaging.allreduce.logic.setup import RoundSetup
-from averaging.allreduce.logic.values import (
-    CallFailure,
-    Inventory,
-    InventoryQuestion,
-    RoundState,
-    Statement,
-)
+from averaging.allreduce.logic.values import CallFailure, Inventory, InventoryQuestion, RoundState, Statement
 from averaging.allreduce.logic.versions import Version, encode_places
 from averaging.history.certificate import Proposal, Vote, vote_statement
 from averaging.history.chain import Chain, Relation
@@ -223,10 +217,13 @@ def digest(text: str) -> bytes:
 class Turn:
     """The work of one peer because of one input: it drives the machine as `RoundDriver` does."""
 
-    def __init__(self, peer: int, signer: StandInIdentity, local: Situation, attempt: int) -> None:
+    def __init__(
+        self, peer: int, signer: StandInIdentity, local: Situation, attempt: int, *, marks: bool
+    ) -> None:
+        """`marks`: rounds get marks by which equal ones are found."""
         found = local.round_of(attempt)
         assert found is not None
-        self.peer, self.signer, self.local = peer, signer, local
+        self.peer, self.signer, self.local, self._marks = peer, signer, local, marks
         self.round, self.lineage = found, local.lineage
         self.machine = _take(found, peer)
         self.own = found.attempt.place(peer)
@@ -399,7 +396,7 @@ class Turn:
             now_s=self._now_s,
             finish=finish,
             opened=tuple(sorted(self._opened)),
-            mark=mark_of(self.machine),
+            mark=mark_of(self.machine) if self._marks else None,
         )
         _keep(ended, self.machine)
         lineage = self.lineage
@@ -457,7 +454,9 @@ def endorse(
     return replace(local, lineage=lineage), vote_of(signer, proposal, result)
 
 
-def told(local: Situation, peer: int, attempt: int, statement: Statement) -> Situation:
+def count_named_votes(
+    local: Situation, peer: int, attempt: int, statement: Statement, *, marks: bool
+) -> Situation:
     """Count the votes that a member names after a round has ended here, as `resolve` does."""
     found = local.round_of(attempt)
     assert found is not None
@@ -467,7 +466,8 @@ def told(local: Situation, peer: int, attempt: int, statement: Statement) -> Sit
         machine.step(event, found.now_s)
     except PeerError:
         return local
-    heard = replace(found, log=(*found.log, (found.now_s, event)), mark=mark_of(machine))
+    log, mark = (*found.log, (found.now_s, event)), mark_of(machine) if marks else None
+    heard = replace(found, log=log, mark=mark)
     _keep(heard, machine)
     lineage = local.lineage
     if machine.votes.tally.is_dead():

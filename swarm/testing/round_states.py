@@ -220,7 +220,7 @@ def walk(setting: RoundSetting, seed: int, count: int, *, heal_every: int = 100)
     """Take `count` steps at random. After `heal_every`, or when nothing can happen any more, peers without
     faults must continue.
     """
-    steps, chance = RoundSteps(RoundTables(setting)), Chance("rounds", seed)
+    steps, chance = RoundSteps(RoundTables(setting, merges=False)), Chance("rounds", seed)
     checks = Checks(steps)
     state, story = steps.tables.start(), []
     report = checks.report

@@ -141,6 +141,7 @@ class TrainingChecks:
         self._digests: dict[str, set[str]] = {}  # by head: of the states that honest peers made
         self._contacts = _Contacts()
         self._carried: WeakKeyDictionary[TrainingPeer, int] = WeakKeyDictionary()
+        self._behind: WeakKeyDictionary[TrainingPeer, int] = WeakKeyDictionary()  # in a round behind training
         self._states: dict[str, tuple[bytes, int]] = {}  # by head: the parameters, and who had them first
 
     def on_step(self, one: TrainingPeer, report: StepReport, seconds: float) -> None:
@@ -162,8 +163,9 @@ class TrainingChecks:
             self._digests.setdefault(one.optimizer.history_head, set()).add(one.optimizer.state_digest()[1])
         if loaded is not None and loaded.loaded:
             self._check_donors(one, loaded, now_s)
+        assert one.optimizer is not None
         # a state of local steps is this peer's own again when progress is carried over to what was loaded
-        if report.stepped or (loaded is not None and loaded.loaded and one.config.mode == "gradients"):
+        if report.stepped or (loaded is not None and loaded.loaded and one.optimizer.mode == "gradients"):
             self._check_state(one, now_s)
 
     def _check_samples(self, one: TrainingPeer, report: StepReport, now_s: float) -> None:
@@ -173,12 +175,18 @@ class TrainingChecks:
         if before is None:
             return
         contributed = report.contributed if report.stepped else 0
-        if before + one.batch != contributed + report.accumulated + report.dropped:
+        behind = self._behind.get(one, 0)
+        now_behind = before + one.batch + behind - contributed - report.accumulated - report.dropped
+        self._behind[one] = now_behind
+        may_be_behind = {0}
+        if one.overlaps:  # the same round goes on, or the next one has begun, after that one or instead of it
+            may_be_behind |= {behind, before + one.batch, before + one.batch + behind}
+        if now_behind not in may_be_behind:
             self.violations.add(
                 now_s,
-                f"peer {one.index}: {before} samples were carried and {one.batch} trained; {contributed} "
-                f"were contributed, {report.accumulated} are carried, {report.dropped} reported as dropped "
-                f"({report.reason})",
+                f"peer {one.index}: {before} samples were carried and {one.batch} trained, {behind} were in "
+                f"a round; {contributed} were contributed, {report.accumulated} are carried, {now_behind} "
+                f"are in a round, {report.dropped} reported as dropped ({report.reason})",
             )
         averaged = report.round if report.round is not None and not report.round.failed else None
         if averaged is not None and contributed and not averaged.contributions.get(one.peer.peer_id):
@@ -215,7 +223,10 @@ class TrainingChecks:
             made = certificate.proposal
             if made.kind is not RoundKind.STATE or one.peer.peer_id not in made.contributors:
                 return
-        values = one.parameters[0].detach().numpy().tobytes()
+        if one.overlaps and one.optimizer.mode != "gradients":  # parameters have progress of this peer alone
+            values = bytes.fromhex(one.optimizer.state_digest()[1])
+        else:
+            values = one.parameters[0].detach().numpy().tobytes()
         known, first = self._states.setdefault(one.optimizer.history_head, (values, one.index))
         if known != values:
             self.violations.add(

@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from averaging.optim.modes import ModeSettings
+from averaging.optim.modes.settings import Diloco, Gradients, Local
 from swarm.testing.chance import Chance
 from swarm.testing.checkers import Violations
 from swarm.testing.identities import remembered_signatures
@@ -31,7 +33,16 @@ from swarm.testing.training_swarm import TrainingConfig, TrainingPeer, TrainingS
 from swarm.testing.virtual_loop import collector_off, run_virtual
 
 TRAINING = "training"
-MODES = ("gradients", "local", "gradients", "diloco")  # by seed
+MODES: dict[str, ModeSettings] = {
+    "gradients": Gradients(),
+    "gradients-delayed": Gradients(delayed=True),
+    "local": Local(),
+    "diloco": Diloco(),
+    "diloco-streaming": Diloco(streaming=2),
+}
+# names of the scenario: in the mode that the seed decides, and in each mode
+TRAININGS: dict[str, str | None] = {TRAINING: None, **{f"{TRAINING}-{mode}": mode for mode in MODES}}
+MODES_BY_SEED = ("gradients", "local", "gradients", "diloco")
 _LIARS_SHARE = 5  # every fifth peer of every third run lies
 _LIARS_EVERY = 3
 SEEDS_PER_PROCESS = 20
@@ -55,11 +66,12 @@ class TrainingScenario:
     hours: float = 0.1
     faults_s: float = 150.0  # duration of the faults of each round
     kinds: tuple[str, ...] = FAULTS
+    chosen_mode: str | None = None  # of `MODES`; None: the seed decides
 
     @property
-    def mode(self) -> str:
+    def mode(self) -> ModeSettings:
         """Return the mode of the optimizer."""
-        return MODES[self.seed % len(MODES)]
+        return MODES[self.chosen_mode or MODES_BY_SEED[self.seed % len(MODES_BY_SEED)]]
 
     @property
     def liars(self) -> int:
@@ -69,7 +81,8 @@ class TrainingScenario:
     @property
     def replay(self) -> str:
         """Return the command that runs the same scenario again."""
-        return f"make sim SEED={self.seed} PEERS={self.peers} HOURS={self.hours:g} SCENARIO={TRAINING}"
+        name = f"{TRAINING}-{self.chosen_mode}" if self.chosen_mode else TRAINING
+        return f"make sim SEED={self.seed} PEERS={self.peers} HOURS={self.hours:g} SCENARIO={name}"
 
 
 @dataclass(slots=True, kw_only=True)

@@ -154,6 +154,12 @@ class TrainingPeer:
     def index(self) -> int:
         return self.peer.index
 
+    @property
+    def overlaps(self) -> bool:
+        """Return whether rounds run while training goes on."""
+        mode = self.config.mode
+        return bool(getattr(mode, "delayed", False)) or getattr(mode, "streaming", 1) > 1
+
     def train(self) -> None:
         """Train until the peer leaves; the body of its green thread."""
         chance, loop = Chance(self.peer.network.seed, "trainer", self.index), self.node.network.loop

@@ -1,6 +1,6 @@
-"""A small internet in network namespaces: a public host, and hosts behind routers that translate addresses.
+"""An emulated internet in network namespaces: public hosts, and hosts behind NAT routers.
 
-It needs root and the programs `ip` and `nft`; `missing` says what is not there.
+It needs root and the programs `ip` and `nft`; `missing` names missing requirements.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ allow 1024-65535 0.0.0.0/0 1024-65535
 
 
 def missing() -> str:
-    """Return why there can be no namespaces here; empty if there can."""
+    """Return the reason why namespaces cannot be used here; empty if they can."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "network namespaces need Linux and root"
     programs = [program for program in ("ip", "nft") if shutil.which(program) is None]
@@ -298,7 +298,7 @@ class Internet:
         _run("ip", "-n", router, "route", "add", "default", "via", f"{host.rpartition('.')[0]}.1")
 
     def connections_of_router(self, name: str) -> int:
-        """Return how many connections the router of a host keeps in mind."""
+        """Return the number of connections that the router of a host tracks."""
         file = "/proc/sys/net/netfilter/nf_conntrack_count"
         command = ["ip", "netns", "exec", f"{self._prefix}{name}nat", "cat", file]
         return int(subprocess.run(command, capture_output=True, check=True).stdout)
@@ -314,12 +314,12 @@ class Internet:
             _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *rate)
 
     def unplug(self, name: str) -> None:
-        """Cut the cable of a host with a public address: what is sent to it is lost without a word."""
+        """Cut the cable of a host with a public address: packets to it are lost silently."""
         _run("ip", "-n", self._core, "link", "set", self._links[name], "down")
         _run("ip", "-n", self._core, "route", "add", "blackhole", f"44.{self._links[name][2:]}.0.0/24")
 
     def cut(self) -> None:
-        """Let no host reach another one, until `restore`: each learns that the network is unreachable."""
+        """Disconnect all hosts until `restore`: each gets the error that the network is unreachable."""
         subprocess.run(
             ["ip", "netns", "exec", self._core, "nft", "-f", "-"], input=_UNREACHABLE.encode(), check=True
         )
@@ -407,7 +407,7 @@ class Process:
             reader.start()
 
     def seen(self) -> int:
-        """Return how many events have come so far."""
+        """Return the number of events so far."""
         while not self._lines.empty():
             if (event := self._lines.get()) is None:  # the process has ended, which `wait` has to see, too
                 self._lines.put(None)

@@ -1,6 +1,4 @@
-"""Peers behind routers that translate addresses, in network namespaces: who can be called, and which peers
-reduce.
-"""
+"""Peers behind NAT routers, in network namespaces: which peers can be called, and which reduce."""
 
 from __future__ import annotations
 
@@ -130,7 +128,7 @@ def test_peers_whose_port_is_open_or_forwarded_announce_the_address_that_others_
     internet.forward("forwarded", 4000)
     first = internet.start("r", "-c", NODE, "0.0.0.0:4000")
     address = address_of(first)
-    # They start while the network is down: else they may be called before they print what they announce.
+    # They start while the network is down; otherwise they may be called before they print their announcement.
     internet.cut()
     processes = {name: internet.start(name, "-c", NODE, "0.0.0.0:4000", address) for name in hosts}
     for process in processes.values():

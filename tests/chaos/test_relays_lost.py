@@ -1,4 +1,6 @@
-"""Relays, peers behind them and their routers that die, freeze and change, in network namespaces."""
+"""Failures, freezes and changes of relays, of peers behind them, and of their routers, in network
+namespaces.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def two_relays(internet: Internet) -> tuple[list[Process], str]:
 
 
 def until_answered(caller: Process, contact: list[str], timeout_s: float = 60.0) -> float:
-    """Call until there is an answer, and return how many seconds that took."""
+    """Call until there is an answer, and return the seconds that this took."""
     started_s = time.monotonic()
     while call(caller, contact)["why"]:
         assert time.monotonic() - started_s < timeout_s, caller.events[-3:]
@@ -73,7 +75,7 @@ def test_a_peer_finds_relays_that_come_later_than_it_does(internet: Internet) ->
         address, and the callee's contact with that relay alone.
         """
         relay, _ = entry_point(internet, name, entry)
-        mine = relay.wait("address", lambda event: "others enter with" in event.get("text", ""))["text"]
+        mine = relay.wait("address", lambda event: "others join with" in event.get("text", ""))["text"]
         circuit = f"/p2p/{mine.rpartition('/')[2]}/p2p-circuit"
         peer_id, *ways = callee.wait(
             f"relay {name}",

@@ -32,6 +32,8 @@ COMMANDS = (
     "bootstrap",
     "change",
     "config",
+    "contributors",
+    "dashboard",
     "demo",
     "doctor",
     "experts",
@@ -168,8 +170,8 @@ def test_a_wrong_run_file_is_refused_before_anything_starts(
 def test_a_dead_bootstrap_peer_is_reported_with_cause_and_next_step(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # What the command has chosen to wait. The time that passes measures how long this process waits for a
-    # processor: beside eight others it was 45 s, of which it ran for 2.
+    # Check the command's own timeouts, not elapsed time: beside eight other processes it took 45 s, of which
+    # this process ran for 2 s.
     waits_s: list[float] = []
     wait = Node.wait_joined
 

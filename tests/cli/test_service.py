@@ -1,4 +1,4 @@
-"""`swarm service`: the files that it writes are what systemd and launchd take, and mistakes are told."""
+"""`swarm service`: systemd and launchd accept the files that it writes, and mistakes are reported."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The codecs of a few bits: bytes as a slow description of the format has them, errors as stated, what a
-hostile peer can make of them.
+"""The codecs of a few bits: bytes compared with a slow reference implementation, error bounds, and hostile
+payloads.
 """
 
 from __future__ import annotations

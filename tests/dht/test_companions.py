@@ -126,7 +126,9 @@ def test_a_member_names_members_and_not_those_that_ask() -> None:
 
 
 def test_a_member_that_knows_no_other_one_names_nobody() -> None:
-    """Such a member named other newcomers, who have nothing: each wrote to the others, and asked them."""
+    """Such a member named other newcomers without records, so that each wrote to the others and queried
+    them.
+    """
     found = companions([OWN])
     found.on_question(RUN, STRANGERS[0], 0.0)
     assert found.members_for(KEY, STRANGERS[1], 1.0) == []

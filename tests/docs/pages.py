@@ -1,4 +1,4 @@
-"""Pages of the documentation as tests see them: fenced blocks of code, and links.
+"""Pages of the documentation for tests: fenced blocks of code, and links.
 
 A comment directly above a block says how it is run:
 

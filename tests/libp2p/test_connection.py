@@ -1,4 +1,4 @@
-"""Tests of a connection over memory: life and death of its peer, streams, and what it holds."""
+"""Tests of a connection over memory: live and failed peers, streams, and buffers."""
 
 from __future__ import annotations
 

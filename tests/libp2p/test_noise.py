@@ -1,5 +1,5 @@
-"""Tests of what is used of py-libp2p: its version is checked, and its handshake ends with a sentence whatever
-comes.
+"""Tests of the used parts of py-libp2p: the version is checked, and its handshake ends with one sentence for
+any input.
 """
 
 from __future__ import annotations

@@ -120,7 +120,8 @@ def test_the_rate_of_the_last_second_without_bytes_is_free_for_the_next_round() 
     circuit = one.connect(PEERS[2], PEERS[1], 0.0).circuit
     assert one.pass_s(circuit, 1_000_000, 100.0) == 0.0
     assert one.pass_s(circuit, 1_000_000, 100.0) == pytest.approx(1.0)
-    # What nobody used for longer is lost: the owner's link is never busier than a second and the rate.
+    # Capacity that was unused for longer is lost: the owner's link is never busier than a second's burst and
+    # the rate.
     assert one.pass_s(circuit, 3_000_000, 200.0) == pytest.approx(2.0)
 
 

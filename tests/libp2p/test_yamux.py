@@ -1,4 +1,4 @@
-"""Tests of yamux: what is sent arrives, however the bytes are cut; what a peer may make this side hold is
+"""Tests of yamux: data arrives for any splitting of the bytes, and the memory that a peer can occupy is
 bounded. py-libp2p's own yamux is the oracle of the wire format.
 """
 

@@ -26,8 +26,8 @@ from tests.membership.members import DAY_S, NOW_S, InvitedRun, identity
 
 
 def chain(run: InvitedRun, rng: random.Random, wrong: str | None) -> tuple[Grants, Identity]:
-    """Return a chain of random grants and its holder. With `wrong`, one grant exceeds the one before it in
-    this respect, and nothing else is wrong.
+    """Return a chain of random grants and its holder. With `wrong`, one grant exceeds the previous one in
+    this respect, and everything else is valid.
     """
     issuer, roles, uses, expires_s = run.owner, ROLES, 50, int(NOW_S + 9 * DAY_S)
     grants: list[Grant] = []

@@ -1,5 +1,5 @@
-"""The model of the monitor: which peers take part, how old their values are, and how little one liar
-changes.
+"""The model of the monitor: which peers take part, the age of their values, and the limited influence of one
+liar.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Announcements on a local network: who is believed, how much is read, and what is listed."""
+"""Announcements on a local network: which are accepted, limits of reading, and the list of runs."""
 
 from __future__ import annotations
 

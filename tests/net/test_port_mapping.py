@@ -1,4 +1,4 @@
-"""Ports that a router forwards on request: which one is asked for, for how long, and what is given back."""
+"""Ports that a router forwards on request: the requested port, the lease, and the release."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verdict whether others can call this peer: what follows from their answers, and from none."""
+"""The verdict whether others can call this peer, with and without their answers."""
 
 from __future__ import annotations
 
@@ -220,8 +220,8 @@ def test_peers_of_different_networks_are_asked_those_that_have_not_failed_first(
 
 @pytest.mark.parametrize("seed", range(20))
 def test_two_liars_neither_hide_a_peer_that_others_call_nor_announce_another_address(seed: int) -> None:
-    """One liar says that it failed, the other that it called a third party's address. That somebody called
-    is not theirs to say: it is seen here.
+    """One liar reports a failure, the other a call to a third party's address. Claims do not prove a call: it
+    must arrive here.
     """
     chance = Chance("liars", seed)
     liars, is_open = set(PEERS[:2]), chance.random() < 0.5

@@ -1,4 +1,4 @@
-"""Addresses that a DHT names: those are believed that reach as far as the servers which the user named."""
+"""Addresses from a DHT: only those with the scope of the user's servers are used."""
 
 from __future__ import annotations
 

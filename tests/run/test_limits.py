@@ -89,7 +89,7 @@ def test_decisions_over_a_day_follow_hours_pauses_and_memory() -> None:
     )
     say, why = decide(limits, status(12 * HOUR, memory_bytes=2_000_000))
     assert say is Decision.LEAVE
-    assert "takes 2 MB of memory" in why
+    assert "takes 2.0 MB of memory" in why
     assert decide(limits, status(banned=True))[0] is Decision.LEAVE
 
 

@@ -120,10 +120,10 @@ def test_the_sentence_shows_device_and_host_memory_for_a_cuda_device() -> None:
     (notice,) = emitted
     assert isinstance(notice, events.Notice)
     assert notice.text.startswith("on cuda:1: about ")
-    assert "MB of its own memory, of which 8,000 MB are free, and about" in notice.text
+    assert "MB of its own memory, of which 8.0 GB are free, and about" in notice.text
 
 
 @pytest.mark.usefixtures("second_gpu")
 def test_a_cuda_device_with_too_little_memory_is_named() -> None:
-    with pytest.raises(SwarmError, match=r"and 8,000 MB are free on cuda:1: close other programs"):
+    with pytest.raises(SwarmError, match=r"and 8.0 GB are free on cuda:1: close other programs"):
         volunteer("cuda:1", [], width=2048, layers=24, heads=16).choose_device()

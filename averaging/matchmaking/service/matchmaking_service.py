@@ -24,8 +24,6 @@ from averaging.matchmaking.logic.messages import (
     Answer,
     AnswerJoin,
     AveragerName,
-    CellLookup,
-    CellLookupReply,
     Effect,
     Holder,
     Join,
@@ -315,10 +313,6 @@ class GroupService:
         if moves_on and answer.status is PeerStatus.BUSY and answer.round_key != query.round_key:
             return self._answer_elsewhere(query)  # its next round is in a different cell than the current one
         return answer
-
-    def on_cell_lookup(self, lookup: CellLookup) -> CellLookupReply:
-        """Handle a report to this peer as the host of a cell."""
-        return self.cells.on_cell_lookup(lookup)
 
     def _answer_elsewhere(self, query: LookForGroup) -> Answer:
         """Return the status for a peer that searches in a cell where this peer is not, so that it does not

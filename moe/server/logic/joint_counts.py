@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from swarm.core.avoidance import Avoidance
 from swarm.core.ids import PeerId
 
 # a replica whose parameters differ from this one's for this long is left out: it may be hostile, or lost
@@ -13,11 +14,11 @@ _APART_S_MAX = 5.0
 # once the batch is complete, and exceeds it by at most one request.
 TARGETS_PER_REPLICA_MAX = 2
 # A replica that announced samples and did not bring them is not counted for this long; four times as long
-# each further time, at most 4,096 times, which is half a day.
+# each further time, at most half a day.
 _DISTRUST_S = 10.0
-_DISTRUST_GROWTH = 4
-_DISTRUST_TIMES_MAX = 6
-_GRAVE_TIMES = 3  # one that brought invented gradients begins with the pause of the fourth time
+_DISTRUST_S_MAX = 4096 * _DISTRUST_S
+_DISTRUST_GROWTH = 4.0
+_GRAVE_FAILURES = 4  # one that brought invented gradients begins with the pause of the fourth time
 _DISTRUSTED_MAX = 256
 
 
@@ -41,11 +42,16 @@ class JointCounts:
     def __init__(self) -> None:
         self._counts: dict[PeerId, BatchCount] = {}
         self._apart_since_s: dict[PeerId, float] = {}
-        self._distrusted: dict[PeerId, tuple[int, float]] = {}  # how often, and until when
+        self._distrusted = Avoidance(
+            pause_first_s=_DISTRUST_S,
+            pause_s_max=_DISTRUST_S_MAX,
+            growth=_DISTRUST_GROWTH,
+            keys_max=_DISTRUSTED_MAX,
+        )
 
     def note(self, peer: PeerId, count: BatchCount, now_s: float) -> None:
         """Record what a replica has said. One that is not trusted now is not counted."""
-        if now_s >= self._distrusted.get(peer, (0, 0.0))[1]:
+        if not self._distrusted.avoided(peer, now_s):
             self._counts[peer] = count
 
     def distrust(self, peers: Iterable[PeerId], now_s: float, *, gravely: bool = False) -> None:
@@ -54,11 +60,7 @@ class JointCounts:
         """
         for peer in peers:
             self.forget(peer)
-            times = max(self._distrusted.pop(peer, (0, 0.0))[0], _GRAVE_TIMES if gravely else 0)
-            pause_s = _DISTRUST_S * _DISTRUST_GROWTH ** min(times, _DISTRUST_TIMES_MAX)
-            self._distrusted[peer] = (times + 1, now_s + pause_s)
-            if len(self._distrusted) > _DISTRUSTED_MAX:
-                self._distrusted.pop(next(iter(self._distrusted)))
+            self._distrusted.failed(peer, now_s, failures_min=_GRAVE_FAILURES if gravely else 1)
 
     def forget(self, peer: PeerId) -> None:
         """Forget a replica that has left or does not answer."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swarm.core.errors import UsageError
+from swarm.core.wording import size
 
 VOCABULARY = 256  # values of a byte
 VALIDATION_SAMPLES = 64  # of the held-out part, evaluated in one batch
@@ -55,10 +56,8 @@ class Corpus:
 
     @property
     def summary(self) -> str:
-        training, held_out = len(self.training) / 1e6, len(self.held_out) / 1e6
-        return (
-            f"{self.source}: {self.files:,} files, {training:.1f} MB to train on, {held_out:.1f} MB held out"
-        )
+        training, held_out = size(len(self.training)), size(len(self.held_out))
+        return f"{self.source}: {self.files:,} files, {training} to train on, {held_out} held out"
 
 
 def read_corpus(folder: Path | None, *, bytes_max: int, sample_bytes: int) -> Corpus:

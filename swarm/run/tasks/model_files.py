@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 from swarm.core.errors import NetworkError, SwarmError, UsageError
 from swarm.core.files import replace_durably
 from swarm.core.home import home
+from swarm.core.wording import size
 
 HUB_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}$"
 _CONFIG = "config.json"
@@ -123,9 +124,9 @@ class HubFiles:
                 f"{name} at {revision[:12]} has no file that can be read: {kind}s are read from "
                 + ("safetensors" if kind == "model" else "parquet, JSON lines and text")
             )
-        size = sum(one.size for one in self._files) / 1e6
+        whole = size(sum(one.size for one in self._files))
         known = f"licence {licence}" if licence else "its model card names no licence"
-        self.downloads: tuple[str, ...] = (f"{name}: {size:,.0f} MB from the Hugging Face hub ({known})",)
+        self.downloads: tuple[str, ...] = (f"{name}: {whole} from the Hugging Face hub ({known})",)
 
     def config(self) -> Path:
         for one in self._files:

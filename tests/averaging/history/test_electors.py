@@ -1,5 +1,5 @@
-"""How peers become electors: by certified work, and only a few in an hour; and what a thousand free
-identities get of it.
+"""How peers become electors: by certified work, and only a few in an hour; and the gain of a thousand free
+identities.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def test_an_elector_leaves_with_the_third_certificate_in_a_row_that_it_misses() 
 def test_the_junior_one_of_two_electors_does_not_depend_on_an_absent_one(
     electors: tuple[PeerId, ...], here: list[PeerId], left: tuple[PeerId, ...]
 ) -> None:
-    """Otherwise it would pause for a grace, since the one that is away knows the head no more."""
+    """Otherwise it would pause for a grace, because the absent one does not know the head any more."""
     assert rounds(electors, SETTLED, here)[0] == left
 
 

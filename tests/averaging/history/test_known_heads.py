@@ -1,4 +1,4 @@
-"""Which peers have a voice in what a newcomer follows."""
+"""Which peers have a voice in the history that a newcomer follows."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def test_a_peer_that_answers_no_call_for_long_has_no_voice() -> None:
 
 
 def test_a_peer_is_silent_since_it_was_heard_last_and_not_since_the_first_call() -> None:
-    """Regression test: a newcomer whose download had failed did not follow the peer that lived until the
-    others had been dead, and asked by itself, for 15 s more.
+    """Regression test: a newcomer whose download had failed followed the live peer only after it had itself
+    asked the failed ones for another 15 s.
     """
     heads = known()
     heads.heard(B, HEAD, 40.0)

@@ -1,5 +1,5 @@
-"""Reports of one peer about another while a group forms: when they are believed, and when a message of that
-peer itself takes precedence.
+"""Reports of one peer about another while a group forms: when they count, and when a message of that peer
+itself takes precedence.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def test_a_peer_reported_to_be_in_this_round_with_others_is_not_waited_for() -> 
 
 
 def test_a_single_group_waits_for_a_peer_of_another_round_and_a_cell_does_not() -> None:
-    """A peer of a cell that looks for another round goes to another cell before it comes to this round, or
-    has passed it. Where there is one cell it may be one round behind.
+    """A peer of a cell that looks for another round visits another cell before this round, or has finished
+    this round. With a single cell it may be one round behind.
     """
     for place, waits in (("4.32.30", False), ("", True)):
         bench = MatchmakerBench.make(target_group_size=8)

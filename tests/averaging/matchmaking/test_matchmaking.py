@@ -81,8 +81,8 @@ def test_a_search_asks_many_idle_peers_again_no_more_often_than_a_few() -> None:
 
 
 def test_a_later_message_counts_even_if_it_arrives_first() -> None:
-    """The peer was idle when it was queried; its own search began before its reply arrived here: it is on its
-    way, and not gone elsewhere.
+    """The peer was idle when it was queried, and its own search began before its reply arrived here: it will
+    join, and has not gone elsewhere.
     """
     bench = MatchmakerBench.make(target_group_size=8)
     bench.start(holder(6), holder(7))
@@ -134,7 +134,7 @@ def test_each_change_of_status_increases_the_turn() -> None:
 
 @pytest.mark.parametrize(("key", "joins"), [("", True), ("other", False)])
 def test_a_search_joins_at_once_a_leader_that_asked_before_it_began(key: str, joins: bool) -> None:
-    """Peer 1 looked for a group while this peer was busy: it is joined without being asked first."""
+    """Peer 1 searched for a group while this peer was busy: this peer joins it without querying it first."""
     bench = MatchmakerBench.make()
     bench.machine.on_query(query_of(1, 9.0, key=key), 0.0)
     effects = bench.start(holder(1), holder(6))
@@ -304,8 +304,8 @@ def test_a_peer_with_other_tensors_is_named_and_not_waited_for() -> None:
 
 
 def test_a_search_uses_changed_addresses_and_relays_of_a_peer() -> None:
-    """Regression test: a search called peers whose relays had changed through those of the records that it
-    began with, to its end.
+    """Regression test: until its end, a search called peers with changed relays through the relays of its
+    first records.
     """
     bench = MatchmakerBench.make()
     bench.start(holder(1), holder(2), key="7")

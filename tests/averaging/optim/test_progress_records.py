@@ -1,4 +1,4 @@
-"""Progress records in the DHT: when a peer writes its own, and which records of others it reads."""
+"""Progress records in the DHT: when a peer writes its own record, and which records of others it reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A peer whose history loses a reunion gives up what follows from it, and nothing else."""
+"""A peer whose history loses a reunion discards everything that depends on it, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The history of an optimizer: what it knows of electors that it cannot reach."""
+"""The history of an optimizer: its knowledge of unreachable electors."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_stale_report_of_a_dead_elector_does_not_lengthen_the_grace(again: int
 
 
 def test_a_history_is_fetched_from_the_next_peer_when_one_does_not_answer() -> None:
-    """Newcomers asked the first peer that had reported a head, and nobody else, also when it was dead."""
+    """Newcomers asked only the first peer that had reported a head, even if it had failed."""
     asked: list[Contact] = []
 
     class DeadPeers:
@@ -195,7 +195,7 @@ def test_a_state_of_another_epoch_than_its_certificate_is_refused(claimed: int) 
 
 
 class HangingStrangers:
-    """Peers 2 and 3 answer after a moment, with a history of nothing; all others never do."""
+    """Peers 2 and 3 answer after a moment, with an empty history; all others never answer."""
 
     def __init__(self) -> None:
         self.calls: list[PeerId] = []
@@ -407,8 +407,8 @@ def certificate_upon(history: RunHistory, contributors: list[int], *, is_break: 
 
 
 def test_no_group_begins_that_needs_the_vote_of_an_elector_in_another_group() -> None:
-    """Regression test: two groups on one head began, and each waited for the vote of the other one's member
-    until the grace was over. The third elector was away.
+    """Regression test: two groups began on one head, and each waited for the vote of a member of the other
+    until the end of the grace. The third elector was away.
     """
 
     async def play() -> None:
