@@ -44,7 +44,7 @@ class ReceiptPlayConfig:
     missed: float = 0.1  # share of the rounds that a member misses
     lost: float = 0.2  # share of calls that are lost
     restarts: float = 0.01  # chance that a member restarts after a round, with its disk
-    leaves: float = 0.002  # chance that a member leaves for good
+    leaves: float = 0.002  # chance that a member leaves and stays away
 
 
 @dataclass(slots=True)

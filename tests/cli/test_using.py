@@ -104,7 +104,7 @@ def test_the_time_in_which_a_person_answers_is_no_time_before_it_contributes(
     ticks = itertools.chain([0.0, 34.0], itertools.repeat(34.0))
     before_s = machine.process_age_s()
     with monkeypatch.context() as patched:
-        patched.setattr(machine.time, "monotonic", lambda: next(ticks))
+        patched.setattr("swarm.run.machine.time.monotonic", lambda: next(ticks))
         with machine.asking():
             pass
     assert machine.process_age_s() == pytest.approx(max(before_s - 34.0, 0.0), abs=5.0)
