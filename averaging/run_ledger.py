@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from averaging.history.lineage import Lineage
+from averaging.history.receipts import RECEIPT_BYTES_MAX, ReceiptBook, encode_receipt
 from averaging.matchmaking.logic.messages import Precedence
 from swarm.core.clock import Clock
-from swarm.core.files import read_json_copy, write_private
+from swarm.core.errors import PeerError
+from swarm.core.files import read_json_copy, set_aside, write_private
 from swarm.core.ids import PeerId
 from swarm.core.standing import PeerStanding
 from swarm.membership.ledger import MemberLedger
@@ -20,6 +23,9 @@ _log = logging.getLogger(__name__)
 
 _SAVE_INTERVAL_S = 60.0
 _FILE_BYTES_MAX = 1 << 20
+_RECEIPT_SUFFIX = ".receipt"
+
+T = TypeVar("T")
 
 
 def _nobody(peer: PeerId) -> bool:
@@ -44,8 +50,10 @@ class RunLedger:
         self._ledger, self._clock, self._path = MemberLedger(own), clock, path
         self._lock = threading.Lock()
         self._saved_s = clock.monotonic_s()
+        self._receipts, self._receipt_saved = ReceiptBook(own, run), b""
         if path is not None:
             read_json_copy(path, "ledger", _FILE_BYTES_MAX, self._ledger.load)
+            _read_receipt(path.with_suffix(_RECEIPT_SUFFIX), self._receipts)
 
     def follow(self, lineage: Lineage) -> None:
         """Count the certificates that are new in this peer's history, whose electors are members.
@@ -63,6 +71,7 @@ class RunLedger:
             for one in chain.certificates if not self._head or lineage.knows(self._head) else ():
                 worked = () if self._own in one.workers else one.workers
                 self._ledger.certified(worked, self._clock.swarm_s())
+            self._receipts.follow(lineage.chain())
         self._head, self._is_large = lineage.head, lineage.grid_rounds > 1
 
     def contributed(self, samples: Mapping[PeerId, float]) -> None:
@@ -93,6 +102,11 @@ class RunLedger:
 
     def _is_doubted(self, peer: PeerId) -> bool:
         return peer in self._uncertain or self._ledger.is_doubted(peer)
+
+    def with_receipts(self, use: Callable[[ReceiptBook], T]) -> T:
+        """Return what `use` makes of the receipts of this peer's history, which nobody changes meanwhile."""
+        with self._lock:
+            return use(self._receipts)
 
     @property
     def rounds(self) -> int:
@@ -145,10 +159,27 @@ class RunLedger:
             return
         self._saved_s = now_s
         with self._lock:
-            if not self._ledger.changed:
-                return
-            document = self._ledger.encode()
+            document = self._ledger.encode() if self._ledger.changed else None
+            newest = self._receipts.newest
+        receipt = encode_receipt(newest) if newest is not None else b""
         try:
-            write_private(self._path, json.dumps(document).encode())
+            if document is not None:
+                write_private(self._path, json.dumps(document).encode())
+            if receipt != self._receipt_saved:
+                write_private(self._path.with_suffix(_RECEIPT_SUFFIX), receipt)
+                self._receipt_saved = receipt
         except OSError as error:
             _log.warning("the ledger %s cannot be written: %s", self._path, error)
+
+
+def _read_receipt(path: Path, book: ReceiptBook) -> None:
+    """Read the receipt of an earlier process. A damaged one is moved aside."""
+    try:
+        with path.open("rb") as stream:
+            book.load(stream.read(RECEIPT_BYTES_MAX + 1))
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        _log.error("the receipt %s cannot be read: %s", path, error)
+    except PeerError as error:
+        set_aside(path, "receipt", error)

@@ -63,7 +63,7 @@ CROWDS = (Crowd(1), Crowd(10), Crowd(1000), Crowd(1000, 20))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Company:
+class AttackedRun:
     """A run beside crowds, each measured in every turn."""
 
     members: int
@@ -71,7 +71,7 @@ class Company:
     turns: int = 2
 
 
-COMPANIES = (Company(members=2), Company(members=4), Company(members=33, turns=1))
+ATTACKED_RUNS = (AttackedRun(members=2), AttackedRun(members=4), AttackedRun(members=33, turns=1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ class Plan:
     window_s: float = 10.0
     passes: int = 1  # of each flood
     floods: tuple[str, ...] = tuple(FLOODS)
-    companies: tuple[Company, ...] = COMPANIES
+    attacked_runs: tuple[AttackedRun, ...] = ATTACKED_RUNS
     figures: frozenset[str] = frozenset()  # such as "silent_tcp" or "crowd-2"; empty: all
 
 
@@ -91,9 +91,9 @@ QUICK = Plan(
     flood_s=2.0,
     window_s=2.0,
     floods=("nothing", "shared_finds", "half_sent", "forged_records"),
-    companies=tuple(Company(members=members, turns=1) for members in (2, 4)),
+    attacked_runs=tuple(AttackedRun(members=members, turns=1) for members in (2, 4)),
 )
-QUICK_CROWDS = Plan(window_s=2.0, floods=(), companies=QUICK.companies[:1])
+QUICK_CROWDS = Plan(window_s=2.0, floods=(), attacked_runs=QUICK.attacked_runs[:1])
 
 
 def rows(say: Callable[[str], None], plan: Plan | None = None) -> list[Row]:
@@ -101,19 +101,19 @@ def rows(say: Callable[[str], None], plan: Plan | None = None) -> list[Row]:
     plan = plan or Plan()
     wanted = plan.figures or frozenset(figures(plan))
     found = [row for name in plan.floods if name in wanted for row in _flooded(say, plan, name)]
-    for company in plan.companies:
-        if _crowd(company) in wanted:
-            found += _beside(say, plan, company)
+    for attacked in plan.attacked_runs:
+        if _crowd(attacked) in wanted:
+            found += _beside(say, plan, attacked)
     return found
 
 
 def figures(plan: Plan) -> list[str]:
     """Return the names of the figures that `rows` measures, for `Plan.figures`."""
-    return [*plan.floods, *(_crowd(company) for company in plan.companies)]
+    return [*plan.floods, *(_crowd(attacked) for attacked in plan.attacked_runs)]
 
 
-def _crowd(company: Company) -> str:
-    return f"crowd-{company.members}"
+def _crowd(attacked: AttackedRun) -> str:
+    return f"crowd-{attacked.members}"
 
 
 class Attack(Launch):
@@ -217,18 +217,18 @@ class Costs(Failures):
         time.sleep(_PAUSE_S)
 
 
-def _beside(say: Callable[[str], None], plan: Plan, company: Company) -> list[Row]:
+def _beside(say: Callable[[str], None], plan: Plan, attacked: AttackedRun) -> list[Row]:
     """Measure a run beside each crowd, and without one before every second crowd."""
-    members = company.members
-    costs = {crowd: Costs() for crowd in (NOBODY, *company.crowds)}
+    members = attacked.members
+    costs = {crowd: Costs() for crowd in (NOBODY, *attacked.crowds)}
     windows = [
         window
-        for number, crowd in enumerate(company.crowds)
+        for number, crowd in enumerate(attacked.crowds)
         for window in ((NOBODY, crowd) if number % 2 == 0 else (crowd,))
     ]
     try:
         with Attack(members) as attack:
-            for _ in range(company.turns):
+            for _ in range(attacked.turns):
                 for crowd in windows:
                     one = costs[crowd]
                     one.add(attack, plan, crowd)
@@ -241,7 +241,7 @@ def _beside(say: Callable[[str], None], plan: Plan, company: Company) -> list[Ro
         for one in costs.values():
             one.launches_failed += 1
             one.fail(str(failure).partition("; its log ends")[0])
-    return [row for crowd in company.crowds for row in _rows_beside(members, crowd, costs)]
+    return [row for crowd in attacked.crowds for row in _rows_beside(members, crowd, costs)]
 
 
 def _rows_beside(members: int, crowd: Crowd, costs: dict[Crowd, Costs]) -> list[Row]:

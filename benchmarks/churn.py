@@ -200,14 +200,14 @@ def rows(say: Say, churn: Churn | None = None) -> list[Row]:
     churn = churn or Churn()
     say(f"{churn.peers} volunteers, {churn.seconds:g} s without a kill")
     _, calm = train(churn, say, killed=False)
-    say(_told(calm))
+    say(_summary_line(calm))
     say(f"{churn.peers} volunteers, {churn.seconds:g} s, each killed every {churn.mean_s:g} s on average")
     lifetimes, stormy = train(churn, say, killed=True)
-    say(_told(stormy))
+    say(_summary_line(stormy))
     return rows_of(churn, calm, stormy, lifetimes)
 
 
-def _told(found: ChurnSummary) -> str:
+def _summary_line(found: ChurnSummary) -> str:
     loss = "no loss" if found.loss is None else f"loss {found.loss:.3f}"
     restarts = f", back after {statistics.median(found.restarts_s):.1f} s" if found.restarts_s else ""
     return f"  {found.samples_per_s:.0f} samples/s, {loss}, {found.trained:.1%} of the time trained{restarts}"

@@ -57,8 +57,8 @@ def product_average(
     right, lower = torch.linalg.qr(wide_a.T)
     u, s, v = torch.linalg.svd(upper @ lower.T)
     best_b, best_a = left @ u[:, :rank] * s[:rank], v[:rank] @ right.T
-    mean_a = sum(a for a, _ in pairs) / count
-    mean_b = sum(b for _, b in pairs) / count
+    mean_a = torch.stack([a for a, _ in pairs]).mean(0)
+    mean_b = torch.stack([b for _, b in pairs]).mean(0)
     whole = wide_b @ wide_a
     error = float((mean_b @ mean_a - whole).norm() / whole.norm().clamp_min(1e-20))
     basis = mean_a @ best_a.T  # mean A in the rows of the best matrix

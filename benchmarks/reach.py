@@ -263,9 +263,9 @@ class Peer:
             internet.public(name)
         else:
             internet.behind_router(name, kind)
-        told = {"listen": "0.0.0.0:4000", "bootstrap": list(bootstrap), "relay_mbit": relay_mbit}
+        settings = {"listen": "0.0.0.0:4000", "bootstrap": list(bootstrap), "relay_mbit": relay_mbit}
         self.name = name
-        self.process = internet.start(name, "-m", "benchmarks.workers.reach_peer", json.dumps(told))
+        self.process = internet.start(name, "-m", "benchmarks.workers.reach_peer", json.dumps(settings))
 
     def reached(self, how: str, ways: int = 1) -> dict[str, Any]:
         """Wait until it is reached like this, and return the event that said so."""

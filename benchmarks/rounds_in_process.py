@@ -105,5 +105,5 @@ class RoundsInProcess:
         self.average([mode.tensors() for mode in modes], [weight for weight, _ in prepared])
         for mode in modes:
             with mode.state.lock:
-                mode.apply([told for _, told in prepared])
+                mode.apply([value for _, value in prepared])
                 mode.state.mark_changed(mode.state.epoch + 1)

@@ -132,8 +132,10 @@ def faults(machine: RoundMachine) -> dict[int, str]:
             if vote is not None and not vote.result:
                 found.setdefault(place, "it voted for none, and the others committed")
         fractions = machine.assembly.fractions()
-        said_by_most = 2 * len({*setup.deciders}.intersection(setup.plan.reducers)) > len(setup.deciders)
-        for place in setup.contributors if machine.assembly.complete and said_by_most else ():
+        most_deciders_reduce = 2 * len({*setup.deciders}.intersection(setup.plan.reducers)) > len(
+            setup.deciders
+        )
+        for place in setup.contributors if machine.assembly.complete and most_deciders_reduce else ():
             if not fractions.get(place):
                 found.setdefault(place, "nothing of it is in the averages")
     found.pop(setup.own, None)

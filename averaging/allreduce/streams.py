@@ -167,12 +167,12 @@ class SenderStream:
     async def _give_averages(self, stream: Stream) -> None:
         driver, place = self._driver, self._sender
         given = 0  # number of averages checked so far
-        told = False
+        was_informed = False
         named = set[int]()  # members whose absence was explained on this stream
         said_s = driver.network.now_s  # time of the last message
         while given < len(driver.own_chunks):
-            if place in driver.refusals and not told:
-                told = True
+            if place in driver.refusals and not was_informed:
+                was_informed = True
                 await driver.send(stream, wire.refusal(driver.refusals[place]))
             elif given < len(driver.averages):
                 for other, reason in driver.machine.left_out.items():

@@ -34,6 +34,7 @@ SIGNATURE_BYTES: Final = 64
 CONTRIBUTORS_MAX: Final = 256
 RESULT_BYTES_MAX: Final = DIGEST_BYTES + CONTRIBUTORS_MAX // 8
 EPOCH_MAX: Final = 1 << 40
+SAMPLES_MAX: Final = 1 << 40  # of one contributor in one round
 GRID_ROUNDS_MAX: Final = 16  # rounds in one epoch: 2^16 peers in groups of two
 NO_HEAD: Final = bytes(DIGEST_BYTES)  # the head of a round without a history
 
@@ -86,6 +87,8 @@ class Proposal:
     is_break: bool = False
     # rounds of the next epoch, through the cells of the grid; 1: one group has room for the whole swarm
     grid_rounds: int = 1
+    # of each contributor, in their order, as the group weighs them; (): nobody is credited with any
+    samples: tuple[int, ...] = ()
     _digest: bytes = field(default=b"", init=False, repr=False, compare=False)  # cached after first use
 
     def __post_init__(self) -> None:
@@ -102,6 +105,12 @@ class Proposal:
             raise PeerError(f"an epoch has 1 to {GRID_ROUNDS_MAX} rounds, not {self.grid_rounds}")
         if len(set(self.contributors)) != len(self.contributors):
             raise PeerError("a peer contributes to a round once")
+        if self.samples and len(self.samples) != len(self.contributors):
+            raise PeerError(
+                f"{len(self.samples)} numbers of samples of {len(self.contributors)} contributors"
+            )
+        if any(not 0 <= samples <= SAMPLES_MAX for samples in self.samples):
+            raise PeerError(f"a contributor has 0 to {SAMPLES_MAX} samples in a round")
 
     def digest(self) -> bytes:
         """Return the digest of all fields, 32 bytes."""
@@ -124,6 +133,8 @@ class Proposal:
         state.update(bytes([len(self.register.misses), *self.register.misses]))
         for known in self.register.known:
             state.update(known.peer.public_key + bytes([known.rounds, known.was_elector]))
+        for samples in self.samples:
+            state.update(samples.to_bytes(8, "little"))
         return state.digest()
 
     @property

@@ -257,8 +257,8 @@ class Lineage:
         is_break: bool,
         new_hour: bool = False,
     ) -> Proposal:
-        """Return the proposal of a round of this group on the present head. One group is enough for the
-        epoch after it. Electors whose goodbyes this peer knows leave the list.
+        """Return the proposal of a round of this group on the present head, which has room for the whole
+        swarm. Electors whose goodbyes this peer knows leave the list.
         """
         gone = leaving(self.electors, self.register, contributors, self._goodbyes, is_break=is_break)
         electors, register = electors_after(
@@ -286,6 +286,7 @@ class Lineage:
         group_id: bytes,
         is_break: bool,
         sign: Callable[[bytes], bytes],
+        samples: Sequence[int] = (),
     ) -> Certificate:
         """Return the certificate of a round of this peer alone. The caller has made sure that it is a quorum,
         or that the grace is over.
@@ -293,13 +294,11 @@ class Lineage:
         `group_id`: 32 random bytes. A process that starts again from an old checkpoint would otherwise come
         to the head of an earlier process, with another state, and could have voted there before.
         """
+        own = (self.own,)
         proposal = self.propose(
-            epoch=epoch,
-            kind=kind,
-            group_id=group_id,
-            contributors=(self.own,),
-            is_break=is_break,
+            epoch=epoch, kind=kind, group_id=group_id, contributors=own, is_break=is_break
         )
+        proposal = replace(proposal, samples=tuple(samples))
         result = blake3(b"swarm alone\0" + proposal.digest()).digest()
         signature = sign(vote_statement(proposal.digest(), result))
         return Certificate(

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from averaging.blocklist import EXCLUDED
-from averaging.history.certificate import RoundKind
+from averaging.history.certificate import SAMPLES_MAX, RoundKind
 from averaging.optim.catchup import CatchUp
 from averaging.optim.epoch_averager import OBSOLETE_ROUND_GRACE_S, EpochAverager, StateRound
 from averaging.optim.modes import Mode
@@ -80,7 +80,7 @@ class EpochCloser:
         self._epoch_began_s = self._clock.monotonic_s()
         self._sought_s = -math.inf  # time of the last quorum check during a round
         self._lacks_quorum = False  # result of that check
-        self._said_waits = -1  # latest epoch with a message that the peer waits for a quorum
+        self._announced_wait_epoch = -1  # latest epoch with a message that the peer waits for a quorum
         self.round_is_break = False  # the latest attempt began after the grace
         self._epoch_s = 0.0  # running estimate of how long an epoch takes
         self._newcomers = NewcomerWait(self._epoch_began_s)
@@ -193,9 +193,10 @@ class EpochCloser:
         if history.grid_rounds > 1 and self.has_peers():
             return None  # in a swarm larger than a group the electors decide after the others' rounds
         while not history.seek_quorum(self._tracker.voters(), self._clock.monotonic_s(), self._epoch_s):
-            if self._said_waits != self._state.epoch:  # modes that train during rounds get here at every step
+            # modes that train during rounds get here at every step
+            if self._announced_wait_epoch != self._state.epoch:
                 _log.warning("epoch %d is full, and not closed: %s", self._state.epoch, history.quorum_text())
-            self._said_waits = self._state.epoch
+            self._announced_wait_epoch = self._state.epoch
             if self._catch_up.blocklist.own_is_banned:
                 return CloseOutcome(stepped=False, reason=EXCLUDED, rounds_failed=failed)
             if self.is_behind():
@@ -236,7 +237,8 @@ class EpochCloser:
         weight, _ = self._mode.prepare(self._state.epoch)
         with self._undone_if_not_applied():
             if self._history is not None:
-                self._history.commit_alone(self._state.epoch + 1, RoundKind.EPOCH)
+                samples = (min(int(weight), SAMPLES_MAX),)
+                self._history.commit_alone(self._state.epoch + 1, RoundKind.EPOCH, samples)
             self._advance([], ())
         return CloseOutcome(
             stepped=True,
@@ -330,11 +332,13 @@ class EpochCloser:
             return any(other.epoch >= self._state.epoch for other in others.values())
         # after the grace, others do not wait for a peer that loads a state; it joins only rounds with a
         # quorum
-        company = [
-            other for other in self._tracker.company().values() if not (history.is_break and other.joining)
+        partners = [
+            other
+            for other in self._tracker.others_at_head().values()
+            if not (history.is_break and other.joining)
         ]
         # heads that were not compared yet may turn out to be the same history, one round further
-        return bool(company) or any(history.is_new(peer, other.head) for peer, other in others.items())
+        return bool(partners) or any(history.is_new(peer, other.head) for peer, other in others.items())
 
     def _probe(self) -> None:
         """Contact the other peers directly, so that dead ones are known at once."""

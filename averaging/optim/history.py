@@ -176,12 +176,12 @@ class RunHistory:
             self._lineage.extend(certificate)
             self._moved()
 
-    def commit_alone(self, epoch: int, kind: RoundKind) -> None:
+    def commit_alone(self, epoch: int, kind: RoundKind, samples: Sequence[int] = ()) -> None:
         """Extend the history with a step of this peer alone, after `seek_quorum` allowed it."""
         with self._lock:
             is_break, group_id = not self._lineage.has_quorum(()), self._node.rng.randbytes(DIGEST_BYTES)
             alone = self._lineage.alone(
-                epoch=epoch, kind=kind, group_id=group_id, is_break=is_break, sign=self._sign
+                epoch=epoch, kind=kind, group_id=group_id, is_break=is_break, sign=self._sign, samples=samples
             )
             self._lineage.extend(alone)
             self._moved()

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 _FAILED = "failed"
 _REASON_CHARACTERS_MAX = 1000
-_TOLD_OF_REPORT = ("epoch", "stepped", "samples", "accumulated", "contributed", "dropped", "reason", "alone")
-_TOLD_OF_LOAD = ("loaded", "epoch", "reason", "alone", "digest", "canonical", "dropped", "replayed")
+_REPORT_FIELDS = ("epoch", "stepped", "samples", "accumulated", "contributed", "dropped", "reason", "alone")
+_LOAD_FIELDS = ("loaded", "epoch", "reason", "alone", "digest", "canonical", "dropped", "replayed")
 
 
 class RankLeader:
@@ -212,7 +212,7 @@ class ProcessGroupOptimizer(DelegatingOptimizer):
         leader.mark_gradients(present, finite=not defects)
         leader.take_options()
         report: StepReport = self._lead(lambda: swarm.step(samples))
-        self._tell_report("report", report, _TOLD_OF_REPORT)
+        self._tell_report("report", report, _REPORT_FIELDS)
         return report
 
     def load_state_from_peers(self, timeout_s: float = 600.0, **options: Any) -> LoadResult:
@@ -221,7 +221,7 @@ class ProcessGroupOptimizer(DelegatingOptimizer):
             return LoadResult(**self._followed("load"))
         swarm = self._joined
         result: LoadResult = self._lead(lambda: swarm.load_state_from_peers(timeout_s, **options))
-        self._tell_report("load", result, _TOLD_OF_LOAD)
+        self._tell_report("load", result, _LOAD_FIELDS)
         return result
 
     def load_state(self, blob: bytearray) -> None:
@@ -314,8 +314,8 @@ class ProcessGroupOptimizer(DelegatingOptimizer):
             for tensor in self._extras if report is None or getattr(report, "stepped", True) else ():
                 self._channel.tell("extras")
                 self._channel.broadcast(tensor)
-            told = {name: getattr(report, name) for name in fields}
-            self._channel.tell(order, report=told, epoch=self.epoch)
+            field_values = {name: getattr(report, name) for name in fields}
+            self._channel.tell(order, report=field_values, epoch=self.epoch)
 
         self._lead(bring)
 
@@ -325,8 +325,8 @@ class ProcessGroupOptimizer(DelegatingOptimizer):
     def _followed(self, wanted: str) -> dict[str, Any]:
         contents = self._follow(wanted)
         self._epoch = int(contents["epoch"])
-        told: dict[str, Any] = contents["report"]
-        return told
+        field_values: dict[str, Any] = contents["report"]
+        return field_values
 
     def _follow(self, wanted: str) -> dict[str, Any]:
         """Carry out orders until the one with this name, and return its contents."""

@@ -293,8 +293,8 @@ def set_options(groups: Sequence[dict[str, Any]], options: Sequence[dict[str, An
     """Set the options of parameter groups from `options_of`. Tensors keep their place in memory. What a
     schedule has added to its groups is left out.
     """
-    for group, told in zip(groups, options, strict=True):
-        for key, value in told.items():
+    for group, new_options in zip(groups, options, strict=True):
+        for key, value in new_options.items():
             if key not in group:
                 continue
             if isinstance(group[key], torch.Tensor):

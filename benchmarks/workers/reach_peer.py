@@ -153,13 +153,13 @@ def train(seconds: float) -> None:
 
 
 def main() -> None:
-    told = json.loads(sys.argv[1])
+    settings = json.loads(sys.argv[1])
     for name in ("swarm.libp2p.punching", "swarm.reach.reaching"):
         logging.getLogger(name).addHandler(_Said())
         logging.getLogger(name).setLevel(logging.DEBUG)
     began_s = time.monotonic()
-    config = swarm.NodeConfig(relay_mbit=told["relay_mbit"])
-    with swarm.Node(bootstrap=told["bootstrap"], listen=told["listen"], config=config) as node:
+    config = swarm.NodeConfig(relay_mbit=settings["relay_mbit"])
+    with swarm.Node(bootstrap=settings["bootstrap"], listen=settings["listen"], config=config) as node:
         node.handlers.stream(FETCH, _serve)
         threading.Thread(target=_watch, args=(node, began_s), daemon=True).start()
         caller = _Caller(node)

@@ -48,8 +48,8 @@ class ActivationSubspace:
         if not 1 <= rank <= width:
             raise UsageError(f"the rank of activations is from 1 to their width, {width}, not {rank}")
         self.width, self.rank = width, rank
-        generator = torch.Generator().manual_seed(seed)
-        gaussian = torch.randn(width, rank, dtype=torch.float32, generator=generator)
+        generator = torch.Generator("cpu").manual_seed(seed)
+        gaussian = torch.randn(width, rank, dtype=torch.float32, device="cpu", generator=generator)
         self._basis = torch.linalg.qr(gaussian).Q
 
     def encoder(self) -> nn.Linear:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -86,6 +86,8 @@ class Expert:
             raise UsageError(f"autocast is torch.bfloat16, torch.float16 or None, not {autocast!r}")
         self.device = resolve_device(str(device), "device") if device is not None else _device_of(module)
         self.module = module if device is None else module.to(self.device)
+        # what requests call: the module, or a compiled form of it that somebody has set
+        self.called: Callable[..., Any] = self.module
         self.autocast = autocast
         self.schema = schema_of(module, self._call_module, tuple(sample_inputs), self.device)
         self.clip_norm = clip_norm
@@ -125,7 +127,7 @@ class Expert:
         expert's device. Raises ComputationFailed.
         """
         with using(self.device), torch.no_grad():
-            return self._outputs(self._to_device(inputs), len(inputs[0]))
+            return self._outputs([one.to(self.device) for one in inputs], len(inputs[0]))
 
     def forward_keeping(self, pass_id: object, inputs: Tensors) -> Tensors:
         """Compute one batch as `forward` does, and keep what the backward pass with this id needs, for as
@@ -406,13 +408,10 @@ class Expert:
         self.version, self._past = lineage.version, lineage.past
         self._activations.clear()
 
-    def _to_device(self, tensors: Iterable[torch.Tensor]) -> Tensors:
-        return [tensor.to(self.device) for tensor in tensors]
-
     def _leaves(self, inputs: Tensors) -> Tensors:
         return [
-            tensor.detach().requires_grad_(tensor.dtype.is_floating_point)
-            for tensor in self._to_device(inputs)
+            tensor.to(self.device).detach().requires_grad_(tensor.dtype.is_floating_point)
+            for tensor in inputs
         ]
 
     def _outputs(self, inputs: Tensors, batch: int) -> Tensors:
@@ -434,7 +433,7 @@ class Expert:
         return outputs
 
     def _call_module(self, arguments: Sequence[Any]) -> Any:
-        return self.module(**arguments[0]) if self._by_keyword else self.module(*arguments)
+        return self.called(**arguments[0]) if self._by_keyword else self.called(*arguments)
 
     def _cast(self, outputs: Tensors) -> Tensors:
         """Return the floating-point outputs of autocast in the dtypes of the schema."""

@@ -88,7 +88,7 @@ class JointExpert:
         self._under_way = 0  # samples of backward passes that were admitted and are not counted yet
         self._waiting: dict[asyncio.Future[None], tuple[int, bool]] = {}  # passes: samples, is_backward
         self._telling = asyncio.Lock()
-        self._to_tell = self._told = 0
+        self._to_announce = self._announced = 0
         self._busy = False  # a step is being made, or a state taken over
         self._halted = False
         self._before: BatchCount | None = None  # this one's count when the round began
@@ -144,17 +144,17 @@ class JointExpert:
 
     def counted(self) -> None:
         """Record that backward passes were computed, and inform the other replicas."""
-        self._to_tell += 1
+        self._to_announce += 1
 
     async def tell(self) -> None:
         """Wait until the replicas that gather for the same step know the count so far."""
-        wanted = self._to_tell
+        wanted = self._to_announce
         async with self._telling:
-            if self._told >= wanted:
+            if self._announced >= wanted:
                 return
-            told = self._to_tell
+            count = self._to_announce
             await self._tell(self._counts.peers)
-            self._told = told
+            self._announced = count
         self._look()
 
     def hear(self, peer: PeerId, count: BatchCount) -> BatchCount:

@@ -116,6 +116,20 @@ def _set_paused(run: str | None, *, paused: bool, free: bool = False, as_json: b
     multiple=True,
     help="Refuse a peer or an invite (swarm1...), and all peers that joined through it. Repeatable.",
 )
+@click.option(
+    "--message",
+    metavar="TEXT",
+    default=None,
+    help="One line to volunteers, which joining shows; '' for none.",
+)
+@click.option(
+    "--plan-pause",
+    "pauses",
+    metavar="FROM/UNTIL",
+    multiple=True,
+    help="Nobody trains between these local times: 2026-12-24T18:00/2026-12-26T09:00. Repeatable; replaces "
+    "the plan of before; `none` empties it.",
+)
 @options.as_json
 def change(run: str, addresses: tuple[str, ...], identity: str | None, as_json: bool, **changes: Any) -> int:
     """Change a run that you own: publishes the next version of its signed specification, which its members
@@ -128,13 +142,16 @@ def change(run: str, addresses: tuple[str, ...], identity: str | None, as_json: 
     Examples:
       swarm change bytelm --target-batch-size 4096
       swarm change bytelm --pause
+      swarm change bytelm --message "We finish on Friday. Thank you!"
       swarm change bytelm --ban 12D3KooW... --from /ip4/203.0.113.7/tcp/4000/tls/http/p2p/12D3KooW...
       swarm change bytelm --revoke swarm1...
     """
     from swarm.dht.logic.blobs import version_text
-    from swarm.run.changes import Change, differences, sign_change
+    from swarm.run.changes import Change, differences, read_pause, sign_change
 
-    wanted = Change(**changes)
+    pauses = changes.pop("pauses")
+    planned = tuple(read_pause(one) for one in pauses if one != "none") if pauses else None
+    wanted = Change(**changes, pauses=planned)
     owner = Identity.read(Path(identity).expanduser() if identity else default_identity())
     with temporary_node(RunAddress(run=run, addresses=addresses), owner) as (node, directory):
         known = find_run(node, directory, run)

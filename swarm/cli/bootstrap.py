@@ -73,7 +73,7 @@ def bootstrap(
 
                 def show_addresses() -> None:
                     for address in node.addresses:
-                        output.emit(Notice(text=f"others enter with: --bootstrap {address}"))
+                        output.emit(Notice(text=f"others join with: swarm join {address}"))
 
                 def show_reach(sentence: str) -> None:
                     output.emit(Notice(text=sentence))
@@ -82,6 +82,7 @@ def bootstrap(
                 follow_run(node)
                 output.emit(Listening(peer_id=str(node.peer_id), addresses=node.addresses, reach=node.reach))
                 show_addresses()
+                output.emit(Notice(text="a new run begins with: swarm start RUN.toml --bootstrap ADDRESS"))
                 node.tell_reach(show_reach)
                 known = 0
                 while not shutdown.requested.wait(_REPORT_S):

@@ -98,14 +98,15 @@ def remembered_entry(name: str, run: str | None, identity: str | None, found: Se
     return _invited_entry(signed, addresses, identity)
 
 
-def nearby_runs(output: Output, run: str | None) -> list[NearbyRun]:
+def nearby_runs(output: Output, run: str | None, search: str = "") -> list[NearbyRun]:
     """Look for runs on the local networks for a few seconds, show them, and return them. `run`: only runs
-    with this name, `name@id` or id.
+    with this name, `name@id` or id; `search`: only those with this text in their line.
     """
     from swarm.net.lan import BROWSE_S, browse
 
     output.emit(Notice(text=f"looking for runs on the local network for {BROWSE_S:.0f} s"))
     found = [one for one in asyncio.run(browse()) if run in (None, one.name, one.run_id, one.full_name)]
+    found = [one for one in found if search.casefold() in _line(one).casefold()]
     for number, one in enumerate(found, 1):
         output.emit(Result(name="nearby", fields=_fields(one), text=f"{number}  {_line(one)}"))
     return found

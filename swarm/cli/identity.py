@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import click
 
 from swarm.cli import options
-from swarm.cli.paths import default_identity, invited_identities, invited_identity
+from swarm.cli.paths import (
+    default_identity,
+    invited_identities,
+    invited_identity,
+    volunteer_identities,
+    volunteer_identity,
+)
 from swarm.cli.render import print_result
 from swarm.core.errors import UsageError
 from swarm.core.files import set_aside
 from swarm.core.identity import DamagedIdentity, Identity, IdentityInUse
+from swarm.core.ids import PeerId
 from swarm.membership.capability import Role
 from swarm.membership.invite import Entrance, Invite
 
 NEW = "new"
 PASSPHRASE_CHARACTERS_MAX = 1024
-PROCESSES_PER_INVITE_MAX = 16  # processes on one machine with a stored identity of their own
+PROCESSES_MAX = 16  # at once, for one invite or by address, that have an identity which is kept
 
 
 @click.command(context_settings=options.CONTEXT)
@@ -120,10 +129,14 @@ def open_entry_identity(choice: str | None, entries: Sequence[str], role: Role =
     """Open the identity with which a command enters a swarm through addresses and invites.
 
     `choice` is that of `open_identity`. Without a choice, a command with an invite uses an identity that is
-    stored for this invite, so that several starts take only one use of it. Any other command uses a new
-    identity. Raises UsageError if the invite is for another peer or lacks the role; no use is taken then.
+    stored for this invite, so that several starts take only one use of it. A volunteer (the role train) that
+    enters by an address uses a stored identity, too, so that its contributions are added up. Any other
+    command uses a new identity. Raises UsageError if the invite is for another peer or lacks the role; no use
+    is taken then.
     """
     invite = Entrance.of(entries).invite
+    if invite is None and choice is None and role == "train":
+        return _open_kept(volunteer_identity)
     if invite is None:
         return open_identity(choice, None)
     own = open_identity(choice, None) if choice is not None else _open_invited(invite)
@@ -148,8 +161,13 @@ def _open_invited(invite: Invite) -> Identity:
         raise UsageError(
             f"this invite is for peer {invite.subject}: name the file of that identity with --identity FILE"
         )
-    for number in range(1, PROCESSES_PER_INVITE_MAX + 1):
-        file = invited_identity(str(invite.subject), number)
+    return _open_kept(functools.partial(invited_identity, str(invite.subject)))
+
+
+def _open_kept(file_of: Callable[[int], Path]) -> Identity:
+    """Open the first of the numbered identities that no other process uses."""
+    for number in range(1, PROCESSES_MAX + 1):
+        file = file_of(number)
         try:
             return Identity.load(file)
         except IdentityInUse:
@@ -165,8 +183,20 @@ def read_invited() -> Iterator[tuple[Path, Identity]]:
     moved aside. This user's own identity is not included: runs that it owns would be lost with it, so a
     damaged file is an error there.
     """
-    for file in invited_identities():
+    return _read_kept(invited_identities())
+
+
+def _read_kept(files: Iterable[Path]) -> Iterator[tuple[Path, Identity]]:
+    for file in files:
         try:
             yield file, Identity.read(file)
         except DamagedIdentity as error:
             set_aside(file, "identity", error)
+
+
+def own_peers() -> frozenset[PeerId]:
+    """Return the PeerIDs with which this user has taken part in runs, as far as their files can be read."""
+    kept = [one for _, one in _read_kept([*invited_identities(), *volunteer_identities()])]
+    with contextlib.suppress(UsageError):
+        kept.append(Identity.read(default_identity()))
+    return frozenset(one.peer_id for one in kept)

@@ -82,6 +82,7 @@ def invite(run: str, addresses: tuple[str, ...], identity: str | None, as_json: 
       swarm invite bytelm --for 12D3KooW... --role train --role invite
       swarm change bytelm --revoke swarm1...
     """
+    from swarm.run.issued import IssuedInvites
     from swarm.run.membership import identity_of
 
     signed = _invited_run(run)
@@ -96,6 +97,7 @@ def invite(run: str, addresses: tuple[str, ...], identity: str | None, as_json: 
     made = make_invite(identity_of(signed), issuer, held, terms, now_s=time.time()).with_contacts(
         Entrance.of(run_addresses(signed.run_id, addresses)).contacts
     )
+    IssuedInvites(specifications_folder(), signed.run_id).add(made, time.time())
     last = made.grants[-1]
     fields = {
         "invite": made.text(),
@@ -164,6 +166,7 @@ def starting_invite(owner: Identity, specification: OwnedSpecification) -> Invit
     """Return the invite with which an owner's own volunteer enters its run. The command prints it for
     others.
     """
+    from swarm.run.issued import IssuedInvites
     from swarm.run.membership import identity_of
     from swarm.run.specification_store import SpecificationStore
 
@@ -171,7 +174,9 @@ def starting_invite(owner: Identity, specification: OwnedSpecification) -> Invit
     for known in SpecificationStore(specifications_folder()).all():
         if known.name == run.name and owner.peer_id in (known.founder, known.owner):
             run = identity_of(known)  # an existing run keeps its recovery key
-    return make_invite(run, owner, (), _START_TERMS, now_s=time.time())
+    made = make_invite(run, owner, (), _START_TERMS, now_s=time.time())
+    IssuedInvites(specifications_folder(), run.run_id).add(made, time.time())
+    return made
 
 
 def stored_run(run: str) -> SignedSpecification:

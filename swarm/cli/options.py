@@ -94,7 +94,7 @@ optional_identity = click.option(
     "--identity",
     metavar="FILE",
     default=None,
-    help="An identity to keep. [default: one for each invite; with an address, a new one each time]",
+    help="An identity to keep. [default: one that is kept, for each invite another]",
 )
 
 

@@ -32,6 +32,18 @@ def invited_identities() -> list[Path]:
     return sorted((home() / "invited").glob("*.identity"))
 
 
+def volunteer_identity(number: int) -> Path:
+    """Return the identity file of a volunteer that enters by an address; each process that runs at the same
+    time has another number.
+    """
+    return home() / "volunteers" / f"{number}.identity"
+
+
+def volunteer_identities() -> list[Path]:
+    """Return the identity files of all volunteers that entered by an address on this machine."""
+    return sorted((home() / "volunteers").glob("*.identity"))
+
+
 def specifications_folder() -> Path:
     """Return the folder of the specifications of runs in which this machine took part."""
     return home() / "runs"

@@ -102,6 +102,7 @@ def config(changes: tuple[str, ...], run: str | None, unset: tuple[str, ...], as
       swarm config
       swarm config hours=22-7 daily=5G when_idle=5m
       swarm config --run bytelm daily=1G
+      swarm config hours= daily=
       swarm config --unset hours
     """
     file = PreferencesFile(preferences_file())
@@ -110,7 +111,13 @@ def config(changes: tuple[str, ...], run: str | None, unset: tuple[str, ...], as
         key, separator, value = one.partition("=")
         if not separator:
             raise UsageError(f"a preference is set with KEY=VALUE, like daily=5G, not {one!r:.60}")
-        given[key.strip().replace("-", "_")] = parse_preference(key.strip().replace("-", "_"), value.strip())
+        name = key.strip().replace("-", "_")
+        if not value.strip():
+            unset = (*unset, name)  # KEY= forgets it
+        elif name == "name" and run is not None:
+            raise UsageError("name is the same for all runs of this machine: set it without --run")
+        else:
+            given[name] = parse_preference(name, value.strip())
     removed = [key.replace("-", "_") for key in unset]
     for key in removed:
         if key not in Preferences.model_fields:

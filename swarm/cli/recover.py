@@ -71,7 +71,7 @@ def recover(run: str, recovery: str, addresses: tuple[str, ...], identity: str |
             confirmed = node.network.run(first_subjects(node), 30.0)
             signed = sign_recovery(known, key, owner, confirmed)
             asked, following = tell_members(node, directory, signed)
-        told = f"{following} of {asked} members that were asked follow it; they forward it to the others"
+        note = f"{following} of {asked} members that were asked follow it; they forward it to the others"
     else:
         from swarm.run.specification_store import SpecificationStore
 
@@ -79,7 +79,7 @@ def recover(run: str, recovery: str, addresses: tuple[str, ...], identity: str |
         held = load_capability(specifications_folder(), known.run_id, owner.peer_id)
         signed = sign_recovery(known, key, owner, {grant.subject for grant in held[:1]})
         SpecificationStore(specifications_folder()).save(signed)
-        told = (
+        note = (
             "no member was informed, since nothing trains the run here: `swarm start` with this identity "
             "publishes it"
         )
@@ -92,7 +92,7 @@ def recover(run: str, recovery: str, addresses: tuple[str, ...], identity: str |
             "members": asked,
             "following": following,
         },
-        f"{signed.full_name} belongs to {signed.owner} since version {version_text(signed.version)}. {told}",
+        f"{signed.full_name} belongs to {signed.owner} since version {version_text(signed.version)}. {note}",
         as_json=as_json,
     )
     return 0

@@ -159,6 +159,12 @@ _CREATE_S_MAX = 60.0  # for reading and publishing a specification, including re
     help="Keep up to this many MB of activations for backward passes, instead of computing them again.",
 )
 @click.option(
+    "--compile",
+    "is_compiled",
+    is_flag=True,
+    help="Compile the experts with torch.compile before they are served.",
+)
+@click.option(
     "--average-s",
     type=options.BoundedNumber(0),
     default=60.0,

@@ -76,6 +76,7 @@ class ServeChoices:
     max_batch_size: int
     checkpoint: Path | None
     keep_activations_mb: int
+    is_compiled: bool
     average_s: float
     identity: str | None
     listen: str | None
@@ -193,6 +194,7 @@ class ServeChoices:
             device=self.device,
             module=self.module,
             keep_activations_bytes=self.keep_activations_mb << 20,
+            is_compiled=self.is_compiled,
         )
 
     def placing(self, grid: GridSpecification, node: Node, factory: ExpertFactory) -> Placing:

@@ -338,6 +338,7 @@ class _Session:
 
     def _train(self, signed: SignedSpecification, ranks: LeadingRanks | None, *, created: bool) -> None:
         from swarm.cli.finding import announce_by_name, announce_nearby
+        from swarm.run.machine import asking
         from swarm.run.machine_use import MachineProbes
         from swarm.run.membership import check_invited, save_capability
         from swarm.run.volunteer import Volunteer
@@ -372,7 +373,9 @@ class _Session:
             self.emit(Notice(text=self.node.dht.clock_problem))
         self._importing.join()
         device = volunteer.choose_device()
-        if not self.choices.yes and not self.output.ask(f"Train this on {device}?"):
+        with asking():
+            agreed = self.choices.yes or self.output.ask(f"Train this on {device}?")
+        if not agreed:
             self.emit(Notice(text="nothing was trained"))
             return
         if not self.shutdown.requested.is_set():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_DEVIATIONS = 4.0  # beyond the mean, for a delay that is rarely exceeded
+_DEVIATIONS = 4.0  # deviations above the mean that delays rarely exceed
 
 
 @dataclass(slots=True)
@@ -18,7 +18,9 @@ class DelayEstimate:
 
     @classmethod
     def of_first(cls, delay_s: float) -> DelayEstimate:
-        """Return the estimate after one delay: half of it may be chance, such as the time to connect."""
+        """Return the estimate after one delay, with half of the delay as its deviation: the first delay may
+        include other times, such as that to connect.
+        """
         return cls(delay_s, delay_s / 2.0)
 
     def observe(self, delay_s: float, weight: float) -> None:

@@ -15,9 +15,9 @@ from swarm.libp2p.pipes import Pipe
 
 
 async def propose(pipe: Pipe, protocol: str) -> None:
-    """Propose a protocol as the side that opened the stream, without a wait for the answer: what is said in
-    the protocol may follow at once, which saves a round trip. `confirm` reads the answer, before anything
-    else is read. Raises NetworkError when the pipe ends.
+    """Propose a protocol as the side that opened the stream. The caller may write at once, before the answer,
+    which saves a round trip. `confirm` must read the answer before anything else is read. Raises NetworkError
+    when the pipe ends.
     """
     await pipe.write(encode_line(MULTISTREAM) + encode_line(protocol))
 
@@ -28,7 +28,7 @@ async def confirm(pipe: Pipe, protocol: str) -> None:
     """
     greeting = await _read_line(pipe)
     if greeting != MULTISTREAM:
-        raise PeerError(f"it does not speak multistream-select 1.0.0, but said {greeting[:40]!r}")
+        raise PeerError(f"it does not speak multistream-select 1.0.0, but sent {greeting[:40]!r}")
     answer = await _read_line(pipe)
     if answer != protocol:
         raise PeerError(f"it does not speak {protocol}")

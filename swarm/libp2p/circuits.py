@@ -31,16 +31,16 @@ from swarm.libp2p.logic.messages import (
 from swarm.libp2p.logic.reserving import Reservations
 from swarm.libp2p.racing import Races
 
-ANSWER_S = 15.0  # for a relay's answer; it gives the target of a circuit 10 s of these
+ANSWER_S = 15.0  # for a relay's answer, of which the relay waits 10 s for the target of the circuit
 CONNECT_S = 20.0
-# A relay that sends nothing for 3 s after a ping is dead, so another one is asked after 4 s at most.
+# A relay that sends nothing for 3 s after a ping counts as failed, so another one is asked after 4 s at most.
 RELAY_PING_S, RELAY_SILENT_S = 1.0, 3.0
 
 
 class Circuits:
     """Reservations of this host, and its connections through relays. `run` keeps the reservations valid.
 
-    `on_change` is called when the relays change through which this peer can be called (`held`).
+    `on_change` is called when `held` changes: the relays through which this peer can be called.
     """
 
     def __init__(self, host: Host, clock: Clock, on_change: Callable[[], None] | None = None) -> None:
@@ -142,10 +142,11 @@ class Circuits:
         async with asyncio.timeout(ANSWER_S):
             message = decode_stop(await stream.read_message(MESSAGE_BYTES_MAX))
         if message.kind is not StopKind.CONNECT or message.peer is None:
-            await self._refuse(stream, Status.UNEXPECTED_MESSAGE, "it offered a circuit of nobody")
+            reason = "it offered a circuit without naming the peer"
+            await self._refuse(stream, Status.UNEXPECTED_MESSAGE, reason)
             return
         if relay not in {one.peer_id for one in self.held}:
-            reason = "it offered a circuit, and this peer has no reservation there"
+            reason = "it offered a circuit, but this peer has no reservation at it"
             await self._refuse(stream, Status.PERMISSION_DENIED, reason)
             return
         if reason := self._host.admission.begin(through(relay)):

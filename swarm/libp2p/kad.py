@@ -55,8 +55,8 @@ class KadClient:
             return True
 
         async with asyncio.TaskGroup() as group:
-            told = [group.create_task(tell(peer)) for peer in lookup.nearest]
-        return sum(task.result() for task in told)
+            announcements = [group.create_task(tell(peer)) for peer in lookup.nearest]
+        return sum(task.result() for task in announcements)
 
     async def providers(self, key: bytes, bootstrap: Sequence[Contact]) -> list[Contact]:
         """Return at most 16 peers that claim to provide a key, with the addresses of their gRPC ports. Raises

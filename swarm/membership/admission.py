@@ -201,6 +201,11 @@ class Admission:
             self.removed |= {self._founder} - self._standings.keys()
         self.removed -= {owner}
 
+    def uses_of(self, subject: PeerId) -> int:
+        """Return how many peers this process has admitted through a grant to this peer or invite."""
+        uses = self._uses.get(subject)
+        return len(uses.signed_s) if uses is not None else 0
+
     @property
     def first_subjects(self) -> frozenset[PeerId]:
         """Return the peers and invites at the start of the admitted capability chains."""

@@ -16,9 +16,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from averaging.optim.exchange import fetch_history
-from swarm.core.errors import SwarmError, UsageError
+from swarm.core.errors import PeerError, SwarmError, UsageError
 from swarm.core.identity import Identity
-from swarm.core.ids import Contact, open_run_id
+from swarm.core.ids import Contact, PeerId, open_run_id
 from swarm.membership.invite import Entrance
 from swarm.monitor.collector import Collector
 from swarm.monitor.history import ChartHistory
@@ -28,6 +28,7 @@ from swarm.monitor.logic.reading import progress_key
 from swarm.monitor.logic.view import ExpertView, MonitorView, RunView
 from swarm.monitor.relays import RelayWatch
 from swarm.node import Node
+from swarm.run.contributors import fetch_totals
 from swarm.run.directory import RunDirectory
 from swarm.run.entering import FIND_S_MAX, enter, found_run
 from swarm.run.membership import check_invited
@@ -68,6 +69,7 @@ class Watch:
         self.config = config
         self._signed: SignedSpecification | None = None
         self._grids: Directory | None = None
+        self.deciding = frozenset[PeerId]()  # the electors of the head, as far as the entry peers know
         self.notice = ""  # a warning for the user about this monitor, if any
         self.node = Node(bootstrap=config.entry, listen=None, identity=own)
         self._listeners: list[OnView] = []
@@ -118,6 +120,15 @@ class Watch:
     def view_now(self) -> MonitorView:
         """Return the view of the run at this moment. Must be called on the network thread."""
         return self.model.view(self.node.clock.swarm_s())
+
+    def follow(self, signed: SignedSpecification) -> None:
+        """Show a newer version of the specification at once."""
+
+        async def follow() -> None:
+            self._signed = signed
+            self.model.on_run(run_view(signed), self.node.clock.swarm_s())
+
+        self.node.network.run(follow(), TURN_S_MAX)
 
     def close(self) -> None:
         """Close the node and the history. May be called more than once."""
@@ -236,10 +247,16 @@ class Watch:
         if self._signed is not None:
             self.node.standing.add_members(self.run.run_id, [self._signed.owner])
         for chain in await self._histories():
+            self.deciding = frozenset(chain.last_electors)
             self.node.standing.add_members(
                 self.run.run_id,
                 [*chain.electors]
                 + [peer for one in chain.certificates for peer in (*one.electors, *one.workers)],
+            )
+        contacts = {one.peer_id: one for one in (*self.collector.entry, *self.collector.donors)}
+        with contextlib.suppress(PeerError):  # nobody has a receipt yet
+            self.model.leaders.take(
+                await fetch_totals(self.node.channels, self.run.run_id, contacts.values())
             )
 
     async def _specification(self) -> RunView | None:
@@ -271,4 +288,8 @@ def run_view(signed: SignedSpecification) -> RunView:
         target=specification.target_batch_size,
         parameters=parameters,
         created_s=signed.created_s,
+        paused=specification.paused,
+        pauses=tuple((one.starts_s, one.ends_s) for one in specification.pauses),
+        ended=specification.ended,
+        message=specification.message,
     )

@@ -81,7 +81,7 @@ class Announcing:
         self._is_seen = False  # a peer of the internet has answered a Hello
         self._has_waited = False  # it has waited in vain for such an answer
         self._was_asked = False  # others were asked, or it has waited again
-        self._told = ""
+        self._last_sentence = ""
         # relays through which this peer can be called while it is hidden
         self._relays: tuple[Contact, ...] = ()
         self._is_searching = False  # it is looking for such relays
@@ -154,8 +154,8 @@ class Announcing:
     def tell(self, listener: Callable[[str], None]) -> None:
         """Call `listener` with `sentence` now, unless it is empty, and with every later one."""
         self._listeners.append(listener)
-        if self._told:
-            listener(self._told)
+        if self._last_sentence:
+            listener(self._last_sentence)
 
     def on_introduced(self, introduction: Introduction) -> None:
         """Process a peer's answer to a Hello. A peer in the internet can be asked for a call, and knows the
@@ -287,8 +287,8 @@ class Announcing:
             _logger.info("this peer announces %s", ", ".join(contact.published) or "no address")
             self._on_changed(contact)
         sentence = self.sentence
-        if sentence and sentence != self._told:
-            self._told = sentence
+        if sentence and sentence != self._last_sentence:
+            self._last_sentence = sentence
             for listener in self._listeners:
                 listener(sentence)
         now = self.reach, contact

@@ -168,21 +168,21 @@ async def _open(interfaces: Sequence[IPv4Interface], *, takes_answers: bool) -> 
         await mdns.zeroconf.async_wait_for_start()
     except OSError as error:
         raise NetworkError(f"mDNS cannot be used: {error.strerror or error}") from error
-    door = Doorkeeper(interfaces, takes_answers=takes_answers)
+    doorkeeper = Doorkeeper(interfaces, takes_answers=takes_answers)
     for reader in mdns.zeroconf.engine.readers:
         inner = cast(asyncio.DatagramProtocol, reader.transport.get_protocol())
-        reader.transport.set_protocol(_Door(inner, door))
+        reader.transport.set_protocol(_FilteredProtocol(inner, doorkeeper))
     return mdns
 
 
-class _Door(asyncio.DatagramProtocol):
+class _FilteredProtocol(asyncio.DatagramProtocol):
     """Forwards the datagrams that a `Doorkeeper` admits."""
 
-    def __init__(self, inner: asyncio.DatagramProtocol, door: Doorkeeper) -> None:
-        self._inner, self._door = inner, door
+    def __init__(self, inner: asyncio.DatagramProtocol, doorkeeper: Doorkeeper) -> None:
+        self._inner, self._doorkeeper = inner, doorkeeper
 
     def datagram_received(self, data: bytes, addr: tuple[str | Any, int]) -> None:
-        if self._door.admits(data, addr[0], time.monotonic()):
+        if self._doorkeeper.admits(data, addr[0], time.monotonic()):
             self._inner.datagram_received(data, addr)
 
     def error_received(self, exc: Exception) -> None:

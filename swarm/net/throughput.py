@@ -22,7 +22,7 @@ _BYTES_MAX = 1 << 20  # bytes sent in one direction
 _SEND_S = 4.0  # time for one direction
 _ALL_S = 20.0  # time for both directions, including data in buffers and on slow links
 _CALLS_MAX = 8  # measurements by other peers in a minute
-_TOLD_BYTES = 8
+_COUNT_BYTES = 8
 THROUGHPUT = StreamMethod(name="/swarm.Node/Throughput", message_bytes_max=_PIECE_BYTES)
 
 
@@ -52,7 +52,7 @@ class Throughputs:
                 if refusal:
                     raise PeerError(refusal)
                 came = await _receive(stream, first)
-                await stream.send(came.to_bytes(_TOLD_BYTES))
+                await stream.send(came.to_bytes(_COUNT_BYTES))
                 await _send(stream)
         except TimeoutError:
             raise PeerError(f"{THROUGHPUT.name} takes at most {_ALL_S:g} s") from None
@@ -66,9 +66,9 @@ async def throughput(caller: StreamCaller, contact: Contact) -> Throughput:
         began_s = time.perf_counter()
         sent = await _send(stream)
         await stream.finish()
-        told = await stream.receive()
+        reported = await stream.receive()
         up_s = time.perf_counter() - began_s
-        if told is None or int.from_bytes(told) != sent:
+        if reported is None or int.from_bytes(reported) != sent:
             raise PeerError(f"peer {contact.peer_id.short} reports another number of bytes than were sent")
         began_s = time.perf_counter()
         came = await _receive(stream, await stream.receive())

@@ -22,6 +22,7 @@ from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError, UsageEr
 from swarm.core.ids import PeerId
 from swarm.dht.keeper import RecordKeeper
 from swarm.dht.logic.companions import LISTING_KEY
+from swarm.run.catalogue import catalogue_key, entry_value, is_listed
 from swarm.run.owned import GRID_PREFIX
 from swarm.run.signed import SignedSpecification, newest, run_id_of, specification_key, verified
 from swarm.run.specification_store import SpecificationStore
@@ -106,10 +107,18 @@ class RunDirectory:
                     )
                 ),
             ]
+            if is_listed(signed):
+                group.create_task(self._list(signed, timeout_s))
         if not all(task.result().ok for task in stored):
             raise NetworkError(
                 f"no peer stored the specification of {signed.full_name}: is the bootstrap peer alive?"
             )
+
+    async def _list(self, signed: SignedSpecification, timeout_s: float) -> None:
+        """Store the run's entry in the catalogue, without which it is found by its address only."""
+        key, value = catalogue_key(signed.founder), entry_value(signed, self._dht.own())
+        with contextlib.suppress(NetworkError):
+            await self._dht.store(key, value, ttl_s=_TTL_S, subkey=signed.run_id, timeout_s=timeout_s)
 
     async def listings(self, *, timeout_s: float = 10.0) -> list[RunListing]:
         """Return the runs that this swarm lists, sorted. Entries whose id does not fit their owner and name

@@ -60,6 +60,8 @@ class RunFound(Event):
     traffic_bytes_per_hour: float | None
     peers: int  # volunteers that train already
     downloads: list[str]  # downloads of the task from outside the swarm
+    message: str = ""  # of the owner to volunteers
+    pauses: list[str] = field(default_factory=list)  # that the owner has planned, in local time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

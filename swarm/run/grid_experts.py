@@ -12,13 +12,17 @@ import torch
 from moe.classes import ExpertSettings, expert_class, make
 from moe.classes.low_rank import ActivationSubspace
 from moe.protocol.codecs import WireCodecs
-from moe.server.expert import Expert
+from moe.server.expert import ComputationFailed, Expert
+from moe.server.norm_statistics import unchanged_statistics
 from swarm.core.device import free_bytes, is_out_of_memory, resolve_device
 from swarm.core.errors import UsageError
 
 if TYPE_CHECKING:
     from moe.protocol.names import ExpertUid
+    from moe.protocol.schema import Leaf
     from swarm.run.grid import GridSpecification
+
+_COMPILED_BATCH = 2  # torch.compile makes a case of its own for a batch of one
 
 
 def seed_of(seed: int, uid: ExpertUid) -> int:
@@ -33,15 +37,24 @@ class ExpertFactory:
     """Makes the experts of a grid on this machine."""
 
     def __init__(
-        self, grid: GridSpecification, *, device: str, module: Path | None, keep_activations_bytes: int
+        self,
+        grid: GridSpecification,
+        *,
+        device: str,
+        module: Path | None,
+        keep_activations_bytes: int,
+        is_compiled: bool = False,
     ) -> None:
         """`device`: as `resolve_device` takes it. `module`: the user's own file that has the expert class.
         `keep_activations_bytes`: activations that each expert keeps for the backward pass instead of
         computing them again.
 
+        `is_compiled`: experts are compiled with `torch.compile` when they are made.
+
         Raises UsageError when there is no such class, or no such device.
         """
         self._grid, self._keep_activations_bytes = grid, keep_activations_bytes
+        self._is_compiled = is_compiled
         self._class = expert_class(grid.expert_class, module)
         self._settings = ExpertSettings(hidden_dim=grid.hidden_dim, sequence_length=grid.sequence_length)
         self.device = resolve_device(device)
@@ -52,6 +65,9 @@ class ExpertFactory:
         where its free memory is known, otherwise when it has run out.
         """
         free = free_bytes(self.device)
+        room = len(uids) if free is None else free // self.bytes_of_one()
+        if room < len(uids):
+            raise self._too_little(len(uids), room)
         made: dict[ExpertUid, Expert] = {}
         for uid in uids:
             try:
@@ -60,16 +76,13 @@ class ExpertFactory:
                 if not is_out_of_memory(error):
                     raise
                 raise self._too_little(len(uids), len(made)) from None
-            if len(made) == 1 and free is not None:
-                room = free // self._bytes_of(made[uid].module)
-                if room < len(uids):
-                    raise self._too_little(len(uids), room)
         return made
 
     def _too_little(self, wanted: int, room: int) -> UsageError:
+        cure = f"host {room} with --num-experts, or say --memory SIZE" if room else "choose another device"
         return UsageError(
             f"{wanted} experts with their gradients and optimizers do not fit into the memory of "
-            f"{self.device}, and {room} do: host fewer with --num-experts, or say --memory SIZE"
+            f"{self.device}, and {room or 'not even one'} would: {cure}"
         )
 
     def make(self, uid: ExpertUid) -> Expert:
@@ -95,6 +108,8 @@ class ExpertFactory:
         expert.target_batch_size = optimizer.target_batch_size
         is_known = self._grid.module is None and not self._grid.activation_rank
         expert.expert_class = self._grid.expert_class if is_known else ""
+        if self._is_compiled:
+            _compile(expert)
         return expert
 
     def _make(self) -> tuple[torch.nn.Module, tuple[Any, ...]]:
@@ -109,9 +124,11 @@ class ExpertFactory:
         """Return the memory that one expert takes on its device, in bytes: parameters, gradients, optimizer,
         and float32 copies of smaller parameters. Activations are not included.
         """
-        return self._bytes_of(self._make()[0])
-
-    def _bytes_of(self, module: torch.nn.Module) -> int:
+        try:
+            with torch.device("meta"):  # without memory
+                module, _ = self._make()
+        except UsageError:  # a class of the user that needs a real device
+            module, _ = self._make()
         count = sum(parameter.numel() for parameter in module.parameters())
         size = self.dtype.itemsize
         if self._grid.optimizer.name == "none":
@@ -137,6 +154,34 @@ class ExpertFactory:
             return 1.0 if last is None else max(0.0, (last - step) / (last - warmup))
 
         return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def _compile(expert: Expert) -> None:
+    """Compile an expert for batches of any size, now and not when the first caller waits for it. Raises
+    UsageError where that is impossible.
+    """
+    module, schema = expert.module, expert.schema
+
+    def call(*arguments: Any) -> Any:  # torch does not compile some of its own modules by themselves
+        return module(*arguments)
+
+    expert.called = torch.compile(call, dynamic=True)
+
+    def zeros(leaves: Sequence[Leaf]) -> list[torch.Tensor]:
+        return [
+            torch.zeros((_COMPILED_BATCH, *leaf.shape), dtype=leaf.dtype, device="cpu") for leaf in leaves
+        ]
+
+    try:
+        with unchanged_statistics(expert.module):
+            expert.forward(zeros(schema.input_leaves))
+            if not expert.frozen:
+                expert.accumulate([(None, zeros(schema.input_leaves), zeros(schema.gradient_leaves))])
+    except ComputationFailed as error:
+        raise UsageError(
+            f"torch.compile does not work for this expert here, leave --compile out: {error}"
+        ) from None
+    expert.discard()
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from swarm.core.device import missing_cuda, resolve_device
@@ -66,8 +68,23 @@ def second_of_day() -> float:
     return now.tm_hour * 3600.0 + now.tm_min * 60.0 + now.tm_sec
 
 
+_asked_s = [0.0]  # in which this process waited for an answer of its user
+
+
+@contextlib.contextmanager
+def asking() -> Iterator[None]:
+    """Leave the time of this context out of `process_age_s`: a person reads, and answers."""
+    began_s = time.monotonic()
+    try:
+        yield
+    finally:
+        _asked_s[0] += time.monotonic() - began_s
+
+
 def process_age_s() -> float:
-    """Return the seconds since this process started, including the start of Python."""
+    """Return the seconds since this process started, including the start of Python, and without those in
+    which it waited for an answer of its user.
+    """
     import psutil
 
-    return max(0.0, time.time() - psutil.Process().create_time())
+    return max(0.0, time.time() - psutil.Process().create_time() - _asked_s[0])

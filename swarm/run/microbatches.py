@@ -125,7 +125,7 @@ class StepSize:
 
     emit: Emit
     _samples: int | None = None  # current size of a step; None: that of the specification
-    _has_said_so: bool = False
+    _was_announced: bool = False
 
     def next(self, samples_max: int, view: ProgressView, own: PeerId) -> int:
         """Return the number of samples of the next step. `samples_max`: those of the specification; `view`:
@@ -138,8 +138,8 @@ class StepSize:
         if samples < samples_max and limit >= 3 * samples:
             samples = min(2 * samples, samples_max)
         self._samples = None if samples == samples_max else samples
-        if self._samples is not None and not self._has_said_so:
-            self._has_said_so = True
+        if self._samples is not None and not self._was_announced:
+            self._was_announced = True
             self.emit(
                 Notice(
                     text=f"a step of {samples_max} samples takes this machine more than a quarter of an "

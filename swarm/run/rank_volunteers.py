@@ -101,8 +101,8 @@ class LeadingRanks:
 
     def start_epoch(self, draw: Draw) -> Draw:
         """Tell the other ranks which samples to draw. Return the draw of this rank, which excludes theirs."""
-        told = {"run_id": draw.run_id, "epoch": draw.epoch, "peers": [str(one) for one in draw.others]}
-        self._channel.tell("epoch", own=str(draw.peer_id), **told)
+        contents = {"run_id": draw.run_id, "epoch": draw.epoch, "peers": [str(one) for one in draw.others]}
+        self._channel.tell("epoch", own=str(draw.peer_id), **contents)
         return draw_of_rank(draw, 0, self.size)
 
     def begin_step(self, samples: int) -> None:

@@ -17,7 +17,7 @@ from swarm.core.ids import Contact
 from swarm.core.standing import Founding
 from swarm.core.wording import size
 from swarm.run import machine
-from swarm.run.changes import CHANGE, FANOUT, RunFollower, differences, restart_needed
+from swarm.run.changes import CHANGE, FANOUT, RunFollower, differences, pause_text, restart_needed
 from swarm.run.checkpoints import CheckpointWriter
 from swarm.run.directory import RunDirectory
 from swarm.run.estimate import RunEstimate, bytes_per_hour, estimate_run, round_bytes
@@ -124,6 +124,8 @@ class Volunteer:
             traffic_bytes_per_hour=bytes_per_hour(specification, description, run),
             peers=run.peers,
             downloads=list(description.downloads),
+            message=specification.message,
+            pauses=[pause_text(one) for one in specification.pauses],
         )
 
     def choose_device(self) -> torch.device:
@@ -373,7 +375,7 @@ class Volunteer:
         membership = self._node.membership
         return Requests(
             asked=self._config.asked_to_pause(),
-            paused=self.specification.paused,
+            paused=self.specification.is_paused(self._node.clock.swarm_s()),
             ended=self.specification.ended,
             banned=self._node.peer_id in self.specification.banned_peers,
             not_invited=membership.problem() if membership is not None else "",

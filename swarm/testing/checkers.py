@@ -52,7 +52,7 @@ class RecordedWrite:
     def owner(self) -> tuple[Key, PeerId, str | None]:
         return self.key, self.writer, self.subkey
 
-    def lives(self, now_s: float) -> bool:
+    def must_be_found(self, now_s: float) -> bool:
         """Return whether readers must find the entry."""
         return self.acknowledged_s is not None and self.replaced_s is None and now_s < self.expires_s
 
@@ -90,7 +90,7 @@ class Ledger:
         """Return the writes that must be found."""
         for owner in [owner for owner, write in self._latest.items() if write.expires_s < now_s]:
             del self._latest[owner]
-        return [write for write in self._latest.values() if write.lives(now_s)]
+        return [write for write in self._latest.values() if write.must_be_found(now_s)]
 
 
 class Violations:

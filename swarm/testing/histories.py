@@ -152,7 +152,7 @@ class Play:
         pair = (one.number, other.number)
         return one is other or not (pair in self.cuts or pair[::-1] in self.cuts)
 
-    def company(self, peer: Peer, among: Collection[Peer] | None = None) -> list[Peer]:
+    def peers_at_head(self, peer: Peer, among: Collection[Peer] | None = None) -> list[Peer]:
         """Return the peers at the same head that this one can reach both ways, itself included."""
         head = peer.live.head
         return [
@@ -383,7 +383,7 @@ class Play:
 
     def look(self, peer: Peer, among: Collection[Peer] | None = None) -> None:
         """Let a peer check for a quorum."""
-        present = [other.signer.peer_id for other in self.company(peer, among) if not other.is_locked]
+        present = [other.signer.peer_id for other in self.peers_at_head(peer, among) if not other.is_locked]
         if peer.live.has_quorum(present):
             peer.live.found_quorum()
             peer.wants_break = False

@@ -116,17 +116,17 @@ class RandomPlay:
         leader = self._peer()
         if leader is None:
             return
-        company = [peer for peer in self.play.company(leader) if self.chance.happens(0.8)]
+        members = [peer for peer in self.play.peers_at_head(leader) if self.chance.happens(0.8)]
         if leader.wants_break:
-            company = [peer for peer in company if peer.wants_break]
+            members = [peer for peer in members if peer.wants_break]
         elif self.chance.happens(0.8):
-            company = [peer for peer in company if not peer.is_locked]
-        if leader not in company and not leader.is_locked:
-            company.append(leader)
-        self.chance.shuffle(company)
-        if leader in company:
+            members = [peer for peer in members if not peer.is_locked]
+        if leader not in members and not leader.is_locked:
+            members.append(leader)
+        self.chance.shuffle(members)
+        if leader in members:
             under_way = len(self.play.messages)
-            self.play.form(leader, company, is_break=leader.wants_break)
+            self.play.form(leader, members, is_break=leader.wants_break)
             while len(self.play.messages) > under_way:  # only the arrival of votes matters
                 if self.chance.happens(0.9):
                     self.play.deliver(len(self.play.messages) - 1)

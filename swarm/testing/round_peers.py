@@ -454,7 +454,9 @@ def endorse(
     return replace(local, lineage=lineage), vote_of(signer, proposal, result)
 
 
-def told(local: Situation, peer: int, attempt: int, statement: Statement, *, marks: bool) -> Situation:
+def count_named_votes(
+    local: Situation, peer: int, attempt: int, statement: Statement, *, marks: bool
+) -> Situation:
     """Count the votes that a member names after a round has ended here, as `resolve` does."""
     found = local.round_of(attempt)
     assert found is not None

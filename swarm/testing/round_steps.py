@@ -30,10 +30,10 @@ from swarm.testing.round_peers import (
     TurnResult,
     average,
     caught_up,
+    count_named_votes,
     endorse,
     reading,
     state_of,
-    told,
     vote_of,
 )
 from swarm.testing.round_tables import RoundTables, State
@@ -279,7 +279,9 @@ class RoundSteps:
                 return
             statements = [reading(found, other).votes.statement()]
         for statement in statements:
-            made = told(self.tables.local(state, peer), peer, number, statement, marks=self.tables.merges)
+            made = count_named_votes(
+                self.tables.local(state, peer), peer, number, statement, marks=self.tables.merges
+            )
             place = self.tables.place(peer, made)
             if place != state.places[peer]:
                 heard = state.heard | self._heard(number, statement)
@@ -327,8 +329,8 @@ class RoundSteps:
             return self._fetched(state, message)
         if kind == "told":
             heard = state.heard | self._heard(number, body)
-            event_told = on.VotesAnswered(back, body)
-            return self._fed(state._replace(heard=heard), message.receiver, number, key, event_told)
+            votes_event = on.VotesAnswered(back, body)
+            return self._fed(state._replace(heard=heard), message.receiver, number, key, votes_event)
         if kind == "inventory":
             answered = on.InventoryAnswered(back, *body)
             return self._fed(state, message.receiver, number, key, answered)

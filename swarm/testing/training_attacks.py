@@ -37,9 +37,9 @@ from swarm.testing.chance import Chance
 from swarm.testing.checkers import Violations
 from swarm.testing.dht_swarm import service_of
 from swarm.testing.identities import SeededIdentity, remembered_signatures
-from swarm.testing.misdeeds import Misdeed, Saboteur, go_silent
 from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
 from swarm.testing.records import made_record
+from swarm.testing.sabotage import SabotageKind, Saboteur, go_silent
 from swarm.testing.training_checkers import HistoryLedger
 from swarm.testing.training_swarm import RUN, TrainingConfig, TrainingPeer, TrainingSwarm
 from swarm.testing.virtual_loop import collector_off, run_virtual
@@ -58,7 +58,7 @@ class Attack:
 
     seed: int = 1
     members: int = 4  # all members, including hostile ones
-    misdeed: Misdeed = "none"
+    sabotage: SabotageKind = "none"
     elements: int = 8192  # of the model; few: one member reduces them all
     bad: int = 1  # number of attackers: the most senior members except the first
     strangers: int = 0
@@ -246,7 +246,7 @@ class _AttackRun:
             if attack.writers:
                 writer = RecordWriter(self._network.peer(), attack.writers)
                 strangers.append(group.create_task(writer.run(self._honest)))
-            if attack.misdeed != "none":
+            if attack.sabotage != "none":
                 self._turn_bad()
             for number in itertools.count(1):
                 await asyncio.sleep(2.0)
@@ -295,7 +295,7 @@ class _AttackRun:
         self._bad = frozenset(one.peer.peer_id for one in bad)
         self._victim = next(peer for peer in reversed(self._swarm.live) if peer not in self._bad)
         for one in bad:
-            Saboteur(one, self._attack.misdeed, self._victim).begin()
+            Saboteur(one, self._attack.sabotage, self._victim).begin()
 
     def _faults(self) -> int:
         """Return how many faults of honest members are in the ledgers of honest members."""

@@ -75,7 +75,7 @@ def test_a_peer_finds_relays_that_come_later_than_it_does(internet: Internet) ->
         address, and the callee's contact with that relay alone.
         """
         relay, _ = entry_point(internet, name, entry)
-        mine = relay.wait("address", lambda event: "others enter with" in event.get("text", ""))["text"]
+        mine = relay.wait("address", lambda event: "others join with" in event.get("text", ""))["text"]
         circuit = f"/p2p/{mine.rpartition('/')[2]}/p2p-circuit"
         peer_id, *ways = callee.wait(
             f"relay {name}",

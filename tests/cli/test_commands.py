@@ -32,6 +32,8 @@ COMMANDS = (
     "bootstrap",
     "change",
     "config",
+    "contributors",
+    "dashboard",
     "demo",
     "doctor",
     "experts",

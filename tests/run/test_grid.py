@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -235,7 +236,7 @@ def test_experts_that_do_not_fit_into_memory_are_refused_with_how_many_do(
     monkeypatch.setattr(grid_experts, "free_bytes", lambda device: int(2.5 * factory.bytes_of_one()))
     assert list(factory.make_all(names[:2])) == names[:2]
     with pytest.raises(
-        UsageError, match=r"3 experts .* do not fit into the memory of cpu, and 2 do: host fewer"
+        UsageError, match=r"3 experts .* do not fit into the memory of cpu, and 2 would: host 2 with"
     ):
         factory.make_all(names)
     monkeypatch.setattr(grid_experts, "free_bytes", lambda device: None)
@@ -247,7 +248,7 @@ def test_experts_that_do_not_fit_into_memory_are_refused_with_how_many_do(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     monkeypatch.setattr(factory, "make", make)
-    with pytest.raises(UsageError, match=r"3 experts .*, and 1 do"):
+    with pytest.raises(UsageError, match=r"3 experts .*, and 1 would: host 1 with"):
         factory.make_all(names)
 
 
@@ -265,6 +266,43 @@ def test_memory_says_how_many_experts_are_hosted(memory: str, count: int | None)
             choices.placing(offered, node, factory)
     else:
         assert choices.placing(offered, node, factory).count == count
+
+
+def test_experts_may_be_compiled_before_they_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[bool] = []
+
+    def backend(graph: Any, examples: Any) -> Any:
+        compiled.append(torch.is_grad_enabled())
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    plain, settings = small_factory(), grid(hidden_dim=64)
+    factory = ExpertFactory(settings, device="cpu", module=None, keep_activations_bytes=0, is_compiled=True)
+    uid = ExpertUid.parse("ffn.0.1")
+    one, same = factory.make(uid), plain.make(uid)
+    assert set(compiled) == {False, True}, "for forward and for backward passes"
+    count = len(compiled)
+    for samples in (2, 5, 9):
+        x, gradient = torch.randn(samples, 64), torch.randn(samples, 64)
+        assert torch.allclose(one.forward([x])[0], same.forward([x])[0], atol=1e-6)
+        found, wanted = (expert.backward([(None, [x], [gradient])]) for expert in (one, same))
+        assert torch.allclose(found[0][0], wanted[0][0], atol=1e-6)  # type: ignore[arg-type]
+    assert len(compiled) == count, "batches of any size need no further compilation"
+    assert one.module.state_dict().keys() == same.module.state_dict().keys()
+    for parameter, other in zip(one.module.parameters(), same.module.parameters(), strict=True):
+        assert torch.allclose(parameter, other, atol=1e-6)
+
+
+def test_a_failing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def backend(graph: Any, examples: Any) -> Any:
+        raise RuntimeError("no compiler was found")
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    factory = ExpertFactory(
+        grid(hidden_dim=64), device="cpu", module=None, keep_activations_bytes=0, is_compiled=True
+    )
+    with pytest.raises(UsageError, match=r"(?s)leave --compile out: .*no compiler was found"):
+        factory.make(ExpertUid.parse("ffn.0.1"))
 
 
 def test_activations_of_a_grid_may_be_codes_of_a_lower_rank() -> None:

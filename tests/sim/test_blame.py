@@ -14,7 +14,7 @@ from averaging.allreduce.kernels import Averaged, ReductionKernels, Spoiled
 from averaging.allreduce.logic.values import RoundState
 from averaging.reduction.reduce import ReductionJob
 from swarm.core.ids import PeerId
-from swarm.testing.misdeeds import go_silent
+from swarm.testing.sabotage import go_silent
 from swarm.testing.virtual_loop import run_virtual
 from swarm.wire.reduce_pb2 import HeartbeatReply, HeartbeatRequest
 from tests.sim.round_scene import Scene

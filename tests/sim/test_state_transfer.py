@@ -116,7 +116,7 @@ class _Quitter(Donor):
 
 
 @pytest.mark.parametrize(
-    ("kind", "complaint"), [(_Liar, "digest is not what it had declared"), (_Quitter, "out of memory")]
+    ("kind", "complaint"), [(_Liar, "digest differs from the declared one"), (_Quitter, "out of memory")]
 )
 def test_a_bad_donor_is_named_and_the_others_give_the_rest(kind: type[Donor], complaint: str) -> None:
     async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:

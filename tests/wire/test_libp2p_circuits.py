@@ -311,7 +311,7 @@ def test_a_circuit_that_nobody_reserved_is_refused_by_its_target() -> None:
         await offered.write_message(encode_stop(Stop(StopKind.CONNECT, peer=stranger.peer_id)))
         answer = await offered.read_message(4096)
         assert answer == encode_stop(Stop(StopKind.STATUS, status=Status.PERMISSION_DENIED))
-        assert any("no reservation there" in one.what for one in hidden.host.faults)
+        assert any("no reservation at it" in one.what for one in hidden.host.faults)
 
     run(test)
 

@@ -70,6 +70,7 @@ def test_batches_in_parts_and_mixtures_and_pipelines_take_shorter_sequences() ->
         check_equal(both.remote(), module, 5, samples=11)
         mixture = swarm.RemoteMixtureOfExperts(both.guest, WIDTH, grid="ffn.[0:2]", k_best=2, k_min=2)
         check_equal(mixture, module, 7)  # both experts are equal
+        assert mixture(sequences(5, 0)).shape == (0, 5, WIDTH)
         pipeline = swarm.RemoteSequential(both.guest, "ffn.[0:2]", micro_batch_size=2)
         check_equal(pipeline, torch.nn.Sequential(module, module), 7, samples=5)
         assert pipeline(sequences(5, 0)).shape == (0, 5, WIDTH)

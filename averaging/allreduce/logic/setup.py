@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from averaging.history.certificate import (
     NO_HEAD,
+    SAMPLES_MAX,
     Proposal,
     RoundKind,
 )
@@ -65,7 +66,17 @@ def proposal_of(group: Group, history: RoundLineage | None) -> Proposal:
         new_hour=new_hour,
         is_break=is_break,
         grid_rounds=_grid_rounds(group),
+        samples=_samples(group, history),
     )
+
+
+def _samples(group: Group, history: RoundLineage) -> tuple[int, ...]:
+    """Return the samples that the certificate credits to each contributor. A round over the state has none,
+    and in the electors' cell of the grid weights are those of whole cells.
+    """
+    if history.kind is RoundKind.STATE or history.seats:
+        return ()
+    return tuple(min(int(member.weight), SAMPLES_MAX) for member in group.members if member.weight > 0.0)
 
 
 def _grid_rounds(group: Group) -> int:

@@ -169,8 +169,8 @@ class VoteExchange:
         """
         votes = self.tally.votes
         own = self.own_vote
-        told = (own,) if own_vote_only and own is not None else tuple(votes[peer] for peer in sorted(votes))
-        return Statement(told, dict(self.intents), dict(self.left_out), self.gave_up)
+        sent = (own,) if own_vote_only and own is not None else tuple(votes[peer] for peer in sorted(votes))
+        return Statement(sent, dict(self.intents), dict(self.left_out), self.gave_up)
 
     def asks(self, live: Set[int], now_s: float) -> list[AskVotes]:
         """Return the calls to make now: they send what the called members were not sent yet, or ask again."""
@@ -217,10 +217,10 @@ class VoteExchange:
                 new |= self.tally.add(vote)
         finally:
             for other, intent in statement.intents.items():
-                told = other == place or not (
+                counts = other == place or not (
                     self._setup.can_dial(other) or self._setup.can_dial(self._setup.own)
                 )
-                if told and other != self._setup.own and self.intents.get(other) != intent:
+                if counts and other != self._setup.own and self.intents.get(other) != intent:
                     self.intents[other] = intent
                     new = True
             for other, reason in statement.left_out.items():
@@ -255,8 +255,8 @@ class VoteExchange:
         only its own vote knows a certificate: otherwise an answer has something that the asker does not know,
         and all votes (`answers`).
         """
-        told_vote = self._asking.pop(place, -1) >= self._voted_version
-        if not told_vote or statement is None or statement.gave_up or not self._is_own_vote(place, statement):
+        sent_vote = self._asking.pop(place, -1) >= self._voted_version
+        if not sent_vote or statement is None or statement.gave_up or not self._is_own_vote(place, statement):
             return
         if result := statement.votes[0].result:
             self._decided[place] = result
@@ -285,16 +285,16 @@ class VoteExchange:
         return found
 
     def _has_news(self, question: _Question, ready: bool, now_s: float) -> bool:
-        own, told = self._setup.own, question.statement
-        if question.place in told.intents and self.intents.get(own) != told.intents.get(own):
+        own, statement = self._setup.own, question.statement
+        if question.place in statement.intents and self.intents.get(own) != statement.intents.get(own):
             return True  # it compares intents and does not know that of this member
         if not ready and self._setup.can_dial(question.place):
             return False
         if now_s - self._changed_s < _HOLD_S:
             return False
-        known = {(vote.voter, vote.result) for vote in told.votes}
+        known = {(vote.voter, vote.result) for vote in statement.votes}
         return any((vote.voter, vote.result) not in known for vote in self.tally.votes.values()) or any(
-            told.intents.get(place) != intent
+            statement.intents.get(place) != intent
             for place, intent in self.intents.items()
             if place != question.place
             and not self._setup.can_dial(place)

@@ -231,11 +231,11 @@ class Tracker:
                 self._records.contacts.pop(peer, None)
             self._changed.notify_all()
 
-    def company(self) -> dict[PeerId, ProgressReport]:
+    def others_at_head(self) -> dict[PeerId, ProgressReport]:
         """Return the reports of the live peers with the same history as this one."""
         with self._lock:
             self._update_history()
-            return self._progress.company(self._node.clock.swarm_s())
+            return self._progress.others_at_head(self._node.clock.swarm_s())
 
     def on_round(self, members: Iterable[PeerId]) -> None:
         """Record that these peers and this one have completed a round within the epoch."""
@@ -246,7 +246,11 @@ class Tracker:
 
     def voters(self) -> list[PeerId]:
         """Return the live peers that have the same history as this one and vote on it."""
-        return [peer for peer, report in self.company().items() if not report.abstains and not report.joining]
+        return [
+            peer
+            for peer, report in self.others_at_head().items()
+            if not report.abstains and not report.joining
+        ]
 
     def contacts(self) -> list[Contact]:
         """Return the contacts of peers that can be called."""

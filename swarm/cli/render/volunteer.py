@@ -197,6 +197,8 @@ def _run_description(event: events.RunFound) -> str:
             f"  members   {_MEMBERS[event.members]}",
             f"  traffic   {traffic}",
             f"  swarm     {people}",
+            *(f"  pause     {one}" for one in event.pauses),
+            *([f"  its owner says: {event.message}"] if event.message else []),
         )
     )
 

@@ -44,7 +44,7 @@ class Answerer:
         """
         if not self._greeted:
             if text != MULTISTREAM:
-                raise PeerError(f"it does not speak multistream-select 1.0.0, but said {text[:40]!r}")
+                raise PeerError(f"it does not speak multistream-select 1.0.0, but sent {text[:40]!r}")
             self._greeted = True
             return encode_line(MULTISTREAM)
         self._proposals += 1

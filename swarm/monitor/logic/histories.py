@@ -16,6 +16,9 @@ from swarm.monitor.logic.view import HistoryView
 _LINES_MAX = 1024  # limit of known lines, because a liar may invent any number
 _SHOWN_MAX = 16
 
+_BACK_EPOCHS_MIN = 3  # fewer: peers that were ahead have left
+_JUMP_EPOCHS_MIN, _JUMP_RATIO = 100, 20
+
 
 class KnownLines:
     """The lines seen so far."""
@@ -44,3 +47,24 @@ def histories_of(published: Iterable[Metrics]) -> tuple[HistoryView, ...]:
         epoch, head = max(heads, key=lambda place: (heads[place], place))
         found.append(HistoryView(head=head, line=line, epoch=epoch, peers=heads.total()))
     return tuple(sorted(found, key=lambda one: (-one.peers, one.line))[:_SHOWN_MAX])
+
+
+class EpochJumps:
+    """Tells steps of the run's epoch from jumps: another history took over, or the run began again."""
+
+    def __init__(self) -> None:
+        self._last: int | None = None
+        self._step = 1  # the largest usual step between two polls
+
+    def text(self, epoch: int) -> str:
+        """Return a sentence about the jump to this epoch; "" where it is a step."""
+        last, self._last = self._last, epoch
+        if not last:
+            return ""
+        step = epoch - last
+        if step <= -_BACK_EPOCHS_MIN:
+            return f"the run went from epoch {last:,} back to {epoch:,}"
+        if step > max(_JUMP_EPOCHS_MIN, _JUMP_RATIO * self._step):
+            return f"the run jumped from epoch {last:,} to {epoch:,}"
+        self._step = max(self._step, step)
+        return ""

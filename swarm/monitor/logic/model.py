@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from swarm.core.ids import PeerId
 from swarm.core.standing import PeerStanding
 from swarm.dht.logic.blobs import version_text
-from swarm.metrics.record import Metrics
 from swarm.monitor.logic.eventlog import EventLog
-from swarm.monitor.logic.histories import KnownLines, histories_of
+from swarm.monitor.logic.histories import EpochJumps, KnownLines, histories_of
+from swarm.monitor.logic.leaders import Leaders
+from swarm.monitor.logic.own_metrics import own_views
 from swarm.monitor.logic.robust import capped, median, swarm_epoch
 from swarm.monitor.logic.rounds import RoundKey, RoundTable
 from swarm.monitor.logic.tracked import PeerAssessment, PeerRecords, Poll, TrackedPeer
@@ -23,7 +24,6 @@ from swarm.monitor.logic.view import (
     LinkStatus,
     LinkView,
     MonitorView,
-    OwnView,
     RunView,
     StateSummary,
 )
@@ -39,7 +39,6 @@ _GONE_POLLS = 2  # consecutive polls without records before a peer is taken to h
 _GONE_SHOWN_S = 90.0  # a peer that left or was lost stays in the table this long
 _RATE_RATIO_MAX = 3.0  # a rate counts up to this multiple of the median; trainers use the same bound
 _BEHIND_EPOCHS = 2
-_OWN_MAX = 24  # names of users' metrics over all peers
 _LATE_INTERVALS = 3.0  # poll intervals without an answer after which the view is "late"
 _LATE_S_MIN = 6.0
 
@@ -59,8 +58,7 @@ class Model:
         self.checkpoint = ""
         self._peers: dict[PeerId, TrackedPeer] = {}
         self._strangers = 0  # number of strangers in the last poll
-        self._rounds = RoundTable()
-        self._lines = KnownLines()
+        self._rounds, self._lines, self._jumps = RoundTable(), KnownLines(), EpochJumps()
         # new rounds without a failure event so far -> time of the first report
         self._unreported: dict[RoundKey, float] = {}
         self._accused: dict[str, int] = {}
@@ -68,7 +66,7 @@ class Model:
         self._poll: Poll | None = None
         self._poll_s: float | None = None
         self._link = LinkView()
-        self._epoch = 0
+        self._epoch, self.leaders = 0, Leaders()
 
     @property
     def epoch(self) -> int:
@@ -93,11 +91,14 @@ class Model:
                 self._peers[peer] = TrackedPeer(records, now_s)
                 arrived.append(peer)
             self._update(peer, records, now_s)
+        self.leaders.name(self._peers)
         for peer, known in self._peers.items():
             if peer not in poll.peers and known.gone_s is None:
                 self._on_missing(peer, known, now_s)
         live = self._counted(self._live(now_s))
         self._epoch = swarm_epoch([known.pace[1] for known in live.values()]) or self._epoch
+        if jump := self._jumps.text(self._epoch):
+            self.events.add(now_s, "jump", "warning", jump)
         self._arrivals(arrived, first, now_s)
         self._mark_quiet(now_s)
         self._report_breaks(first, now_s)
@@ -136,9 +137,8 @@ class Model:
     def on_run(self, run: RunView, now_s: float) -> None:
         """Process a newer version of the specification."""
         if self.run.version:
-            self.events.add(
-                now_s, "run", "info", f"the owner changed the run: version {version_text(run.version)}"
-            )
+            what = self.run.differences(run) or f"version {version_text(run.version)}"
+            self.events.add(now_s, "run", "info", f"the owner changed the run: {what}")
         self.run = run
 
     def on_dialed(self, peer: PeerId, answered: bool) -> None:
@@ -182,7 +182,7 @@ class Model:
         live_now = self._status(now_s) == "live"
         return MonitorView(
             at_s=now_s,
-            run=self.run,
+            run=self.run.at(now_s),
             link=self._link_view(now_s),
             epoch=self._epoch,
             samples=samples,
@@ -197,7 +197,7 @@ class Model:
             peers_quiet=sum(peer.state in ("quiet", "lost") and not peer.stranger for peer in shown),
             strangers=sum(peer.stranger for peer in shown),
             refused=self._poll.refused if self._poll else 0,
-            own=self._own(published),
+            own=own_views(published),
             state=self._state(),
             histories=histories_of(published),
             peers=tuple(
@@ -210,6 +210,9 @@ class Model:
             events=self.events.latest,
             experts=self._poll.experts if self._poll else (),
             relays=self._poll.relays if self._poll else (),
+            leaders=self.leaders.views,
+            contributors=self.leaders.count,
+            samples_given=self.leaders.samples,
             checkpoint=self.checkpoint,
         )
 
@@ -309,23 +312,6 @@ class Model:
             )
             total += counted + min(rate * min(3.0, max(0.0, now_s - report.at_s)), counted)
         return min(total, float(self.run.target)) if self.run.target else total
-
-    def _own(self, published: list[Metrics]) -> dict[str, OwnView]:
-        values: dict[str, list[float]] = {}
-        for one in published:
-            for name, value in one.own.items():
-                values.setdefault(name, []).append(value)
-        # a liar can invent names, so names that most peers report come first
-        names = sorted(values, key=lambda name: (-len(values[name]), name))[:_OWN_MAX]
-        return {
-            name: OwnView(
-                median=median(values[name]) or 0.0,
-                minimum=min(values[name]),
-                maximum=max(values[name]),
-                peers=len(values[name]),
-            )
-            for name in sorted(names)
-        }
 
     def _state(self) -> StateSummary | None:
         states = self._poll.states if self._poll else {}

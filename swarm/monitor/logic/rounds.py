@@ -4,8 +4,9 @@ displace rounds that others report.
 
 from __future__ import annotations
 
+import heapq
 import statistics
-from collections import Counter
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 
 from swarm.core.ids import PeerId
@@ -16,7 +17,11 @@ from swarm.monitor.logic.view import RoundView
 _AHEAD_MAX = 2  # epochs that a round may be ahead of the swarm
 _ALONE_MAX = 4  # rounds that a single peer is the only one to report
 _BLAME_MAX = 8
-_ROUNDS_MAX = 50
+_SHOWN_MAX = 50
+# kept: each peer reports its last four rounds again and again. Too small: rounds of a busy run displace one
+# another, and seem new with every poll
+_ROUNDS_MAX = 1024
+_KNOWN_MAX = 4096  # keys of rounds that were seen; a round that was displaced is not new when it comes back
 
 RoundKey = tuple[str, int, str]
 
@@ -32,6 +37,7 @@ class RoundTable:
 
     def __init__(self) -> None:
         self._rounds: dict[RoundKey, _Round] = {}
+        self._known: OrderedDict[RoundKey, None] = OrderedDict()
 
     def add_report(self, writer: PeerId, report: RoundReport, epoch: int, now_s: float) -> RoundKey | None:
         """Add one member's report. Return the round's key if this is its first report. `epoch` is the
@@ -46,7 +52,12 @@ class RoundTable:
             return None
         self._make_room(writer)
         self._rounds[key] = _Round({writer: report}, now_s)
-        return key
+        is_new = key not in self._known
+        self._known[key] = None
+        self._known.move_to_end(key)
+        if len(self._known) > _KNOWN_MAX:
+            self._known.popitem(last=False)
+        return key if is_new else None
 
     def view(self, key: RoundKey) -> RoundView | None:
         """Return the merged reports of one round, or None when it is unknown."""
@@ -54,8 +65,9 @@ class RoundTable:
         return _merged(key, found) if found is not None else None
 
     def latest(self) -> list[RoundView]:
-        """Return all rounds, the newest first."""
-        views = [_merged(key, found) for key, found in self._rounds.items()]
+        """Return the last rounds, the newest first."""
+        newest = heapq.nlargest(_SHOWN_MAX, self._rounds.items(), key=_recency)
+        views = [_merged(key, found) for key, found in newest]
         return sorted(views, key=lambda view: (view.at_s, view.epoch), reverse=True)
 
     def accusers(self) -> dict[str, set[PeerId]]:
@@ -78,6 +90,12 @@ class RoundTable:
                     key=lambda key: (len(self._rounds[key].reports) > 1, self._rounds[key].first_s),
                 )
             ]
+
+
+def _recency(item: tuple[RoundKey, _Round]) -> tuple[float, int]:
+    """Return by what rounds are ordered: the time of their end, and the epoch."""
+    (_, epoch, _), one = item
+    return statistics.median(report.at_s for report in one.reports.values()), epoch
 
 
 def _merged(key: RoundKey, one: _Round) -> RoundView:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 # "late": no answer for longer than usual; "lost": no peer answers
 LinkStatus: TypeAlias = Literal["joining", "live", "late", "lost"]
 # "idle": alive but not training; "quiet": published nothing for too long
 PeerActivity: TypeAlias = Literal["training", "behind", "idle", "quiet", "lost", "left"]
+RunStanding: TypeAlias = Literal["live", "paused", "ended", "empty"]
 EventLevel: TypeAlias = Literal["info", "good", "warning", "bad"]
 
 
@@ -29,6 +30,30 @@ class RunView:
     target: int | None = None  # samples of an epoch
     parameters: int | None = None
     created_s: float | None = None
+    paused: bool = False  # by its owner
+    pauses: tuple[tuple[float, float], ...] = ()  # that the owner has planned: start and end
+    ended: bool = False
+    message: str = ""  # of the owner to volunteers
+
+    def differences(self, newer: RunView) -> str:
+        """Return what the owner changed, as far as this view shows it; "" where it shows nothing of it."""
+        found = []
+        if newer.ended != self.ended:
+            found.append("ended" if newer.ended else "open again")
+        if newer.paused != self.paused:
+            found.append("paused" if newer.paused else "training continues")
+        if newer.target != self.target:
+            found.append(f"an epoch is {newer.target or 0:,} samples")
+        if newer.pauses != self.pauses:
+            found.append("other planned pauses" if newer.pauses else "no planned pause")
+        if newer.message != self.message:
+            found.append(f"a message: {newer.message}" if newer.message else "no message")
+        return ", ".join(found)
+
+    def at(self, now_s: float) -> RunView:
+        """Return the run as it is at this moment: during a planned pause it is paused."""
+        is_planned = any(starts_s <= now_s < ends_s for starts_s, ends_s in self.pauses)
+        return replace(self, paused=self.paused or is_planned)
 
     @property
     def full_name(self) -> str:
@@ -152,6 +177,17 @@ class HistoryView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LeaderView:
+    """One peer that has given to the run, with its totals, as members have signed them."""
+
+    peer_id: str
+    short: str
+    name: str  # as it called itself when this monitor saw it last; "": it says none, or was not seen
+    samples: int
+    rounds: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertView:
     """One expert and the peers that serve it."""
 
@@ -204,11 +240,21 @@ class MonitorView:
     events: tuple[MonitorEvent, ...] = ()  # the newest last
     experts: tuple[ExpertView, ...] = ()
     relays: tuple[RelayReport, ...] = ()  # known relays, the one with the most bytes first
+    leaders: tuple[LeaderView, ...] = ()  # those that have given most, the first one before the others
+    contributors: int = 0  # of which these are the first
+    samples_given: int = 0  # by all of them
     checkpoint: str = ""  # last checkpoint of `--save`, as a sentence
 
     @property
     def live(self) -> bool:
         return self.link.status == "live"
+
+    @property
+    def standing(self) -> RunStanding:
+        """Return whether the run is trained, by what its owner decided and who is there."""
+        if self.run.ended or self.run.paused:
+            return "ended" if self.run.ended else "paused"
+        return "live" if self.peers_live else "empty"
 
     def as_dict(self) -> dict[str, Any]:
         """Return a dict for JSON, in which NaN and infinities are null."""

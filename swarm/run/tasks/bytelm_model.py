@@ -48,7 +48,7 @@ class TransformerBlock(nn.Module):
     for each byte a mixture of some of such layers.
     """
 
-    def __init__(self, width: int, heads: int, experts: ByteExperts) -> None:
+    def __init__(self, width: int, heads: int, experts: ByteExperts = NO_EXPERTS) -> None:
         super().__init__()
         self.heads = heads
         self.attention_norm = nn.LayerNorm(width)

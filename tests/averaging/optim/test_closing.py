@@ -39,7 +39,7 @@ def closer(head: bytes, *, in_round: bool) -> EpochCloser:
     tracker = SimpleNamespace(
         history=History(),
         others=lambda: others,
-        company=lambda: {peer: one for peer, one in others.items() if one.head == HEAD},
+        others_at_head=lambda: {peer: one for peer, one in others.items() if one.head == HEAD},
         voters=list,
     )
     mode: Any = SimpleNamespace(state=SimpleNamespace(epoch=3), traits=SimpleNamespace())

@@ -335,7 +335,7 @@ class EpochProgress:
 
     # --- results
 
-    def company(self, now_s: float) -> dict[PeerId, ProgressReport]:
+    def others_at_head(self, now_s: float) -> dict[PeerId, ProgressReport]:
         """Return the reports of the live peers with this peer's history: those that report its head, and
         members of the round that led to it whose reports do not say so yet.
         """

@@ -36,10 +36,11 @@ from swarm.testing.network import SimulatedPeer
 from swarm.testing.training_swarm import TrainingPeer
 from swarm.wire.reduce_pb2 import HeartbeatReply, HeartbeatRequest
 
-Misdeed = Literal[
+SabotageKind = Literal[
     "none",
     "votes none",
     "stalls",
+    "joins and never begins",
     "leads and never begins",
     "votes twice",
     "votes for something else",
@@ -50,25 +51,25 @@ Misdeed = Literal[
     "leads without a member",
     "waits forever",
 ]
-MISDEEDS: tuple[Misdeed, ...] = get_args(Misdeed)
+SABOTAGE_KINDS: tuple[SabotageKind, ...] = get_args(SabotageKind)
 
-_FOR_EVER_S = 1e6
+_FOREVER_S = 1e6
 _HELD_S = 60.0  # a round of a member that stalls ends for itself
 
 
 class Saboteur:
     """Makes a process of the swarm hostile."""
 
-    def __init__(self, one: TrainingPeer, misdeed: Misdeed, victim: PeerId) -> None:
+    def __init__(self, one: TrainingPeer, sabotage: SabotageKind, victim: PeerId) -> None:
         """`victim`: the honest peer that attacks on a single member target."""
-        self._one, self._misdeed, self._victim = one, misdeed, victim
+        self._one, self._kind, self._victim = one, sabotage, victim
         kind: Any = AveragingService
         self._service: AveragingService = one.node.service(kind)
 
     def begin(self) -> None:
         """Begin the attack."""
         all_reduce: Any = self._service.all_reduce
-        by_name: dict[Misdeed, Callable[[RoundDriver], None]] = {
+        by_name: dict[SabotageKind, Callable[[RoundDriver], None]] = {
             "votes none": _vote_none,
             "votes twice": _vote_twice,
             "votes for something else": _vote_otherwise,
@@ -77,26 +78,28 @@ class Saboteur:
             "gives a member other averages": functools.partial(_give_others, victim=self._victim),
             "waits forever": _wait_forever,
         }
-        if (sabotage := by_name.get(self._misdeed)) is not None:
-            if "averages" in self._misdeed:
+        if (begin_sabotage := by_name.get(self._kind)) is not None:
+            if "averages" in self._kind:
                 self._reduce_everything()
             begin = all_reduce._begin
 
             def sabotaged(*arguments: Any) -> RoundDriver:
                 driver: RoundDriver = begin(*arguments)
-                sabotage(driver)
+                begin_sabotage(driver)
                 return driver
 
             all_reduce._begin = sabotaged
-        elif self._misdeed == "stalls":
+        elif self._kind == "stalls":
             go_silent(self._one.peer)
             all_reduce.run = _stall
-        elif self._misdeed == "claims every sample":
+        elif self._kind == "joins and never begins":
+            all_reduce.run = _never_begin
+        elif self._kind == "claims every sample":
             assert self._one.optimizer is not None
             _claim_every_sample(self._one.optimizer)
         else:
             for service in self._service.exchange._services.values():
-                if self._misdeed == "leads and never begins":
+                if self._kind == "leads and never begins":
                     _hold_followers(service)
                 else:
                     _lead_without(service, self._victim)
@@ -113,6 +116,12 @@ async def _stall(group: Group, *arguments: Any, deadline_s: float, **others: Any
     return RoundOutcome.broken("this member stalls")
 
 
+async def _never_begin(group: Group, *arguments: Any, deadline_s: float, **others: Any) -> RoundOutcome:
+    """Know nothing of the round for as long as the others may wait for this member."""
+    await asyncio.sleep(min(max(deadline_s - asyncio.get_running_loop().time(), 0.0), _HELD_S))
+    return RoundOutcome.broken("this member never begins")
+
+
 def go_silent(peer: SimulatedPeer) -> None:
     """Let a peer claim to be in every round, and answer nothing else there."""
 
@@ -120,7 +129,7 @@ def go_silent(peer: SimulatedPeer) -> None:
         return wire.state_to_wire(RoundState.RUNNING, "")
 
     async def silence(*arguments: Any) -> Any:
-        await asyncio.sleep(_FOR_EVER_S)
+        await asyncio.sleep(_FOREVER_S)
 
     for method in (EXCHANGE, HEARTBEAT, VOTE, ACCOUNT, INVENTORY, FETCH, OFFER, ENDORSE):
         peer.handlers.remove(method.name)
@@ -231,7 +240,7 @@ def _wait_forever(driver: RoundDriver) -> None:
     """
     send, shard = driver.send, driver.machine.shard
 
-    async def tell_more(stream: Any, message: bytes) -> None:
+    async def send_with_reports(stream: Any, message: bytes) -> None:
         header, _ = unpack(message)
         if header.HasField("waiting"):
             await send(stream, wire.left_out(header.waiting.place, "its values are late" * 1000))
@@ -239,7 +248,7 @@ def _wait_forever(driver: RoundDriver) -> None:
 
     driver.give = lambda message: None  # type: ignore[method-assign]
     shard.waited_for = lambda own: [driver.machine.setup.own]  # type: ignore[method-assign]
-    driver.send = tell_more  # type: ignore[method-assign]
+    driver.send = send_with_reports  # type: ignore[method-assign]
 
 
 def _claim_every_sample(optimizer: Any) -> None:
