@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from moe.protocol import methods
+from moe.protocol.call_slots import CallSlots
 from moe.protocol.codecs import UNCOMPRESSED as UNCOMPRESSED
 from moe.protocol.codecs import WireCodecs as WireCodecs
 from moe.protocol.declarations import ExpertReplica, ServerLoad
@@ -36,7 +37,6 @@ from moe.protocol.errors import (
 )
 from moe.protocol.expected_reply import ExpectedReply
 from moe.protocol.names import ExpertUid
-from moe.protocol.open_calls import OpenCalls
 from moe.protocol.schema import ExpertSchema, check
 from moe.protocol.tensors import (
     TensorPayload,
@@ -172,7 +172,7 @@ class ExpertCalls:
     def __init__(self, channels: Channels, pool: ThreadPoolExecutor) -> None:
         self._channels, self._pool = channels, pool
         self._schemas: OrderedDict[bytes, ExpertSchema] = OrderedDict()  # by digest
-        self._open = OpenCalls()
+        self._open = CallSlots()
         self._asking: dict[tuple[PeerId, bytes], asyncio.Lock] = {}  # of servers that are describing a schema
 
     @classmethod
