@@ -32,6 +32,10 @@ _PROBE_TIMEOUT_S = 10.0
 _REFRESH_TIMEOUT_S = 2.0
 _QUORUM_POLL_S = 0.5  # interval of checks for a quorum
 _QUORUM_PAUSE_S = 0.1  # shortest interval of checks for a quorum
+# Before the first certificate of a run, a peer that is ready waits this long for those that have made no step
+# yet. Too small: one whose first step is slow downloads what it could have averaged; too large: one that never
+# trains keeps the run from beginning
+_FIRST_STEP_S = 15.0
 # in modes where peers differ anyway: a peer at most this far behind keeps its own state
 _TOLERATED_LAG_EPOCHS_MAX = 3
 # it may not vote since it restored its state, its values were not finite, or (with local steps) it had missed
@@ -73,6 +77,7 @@ class EpochCloser:
         """`load_timeout_s`: how long a peer without a state of the run waits for one."""
         self._clock, self._load_timeout_s = catch_up.clock, load_timeout_s
         self._waits_to_begin_s: float | None = None  # since when it does not make the first certificate
+        self._ready_to_begin_s: float | None = None  # since when the first epoch of the run is full here
         self._mode, self._state, self._tracker, self._donor = mode, mode.state, tracker, donor
         self._averager, self._catch_up, self._history = averager, catch_up, tracker.history
         self._traits = mode.traits
@@ -139,7 +144,7 @@ class EpochCloser:
             and not 0.0 < other.rate < SLOW * mine.samples_per_s
             for peer, other in self._tracker.others().items()
         )
-        if self.round_is_break or history.is_break:
+        if self.round_is_break or history.is_break or self._has_waited_for_first_steps():
             self._newcomers.empty()  # this peer has waited for others long enough
         return self._newcomers.waits(self._clock.monotonic_s(), newcomers=newcomers)
 
@@ -186,6 +191,8 @@ class EpochCloser:
             return None
         history.leave(None)  # an interrupted trainer did not take the outcome of its round
         if not history.has_begun:
+            if self._ready_to_begin_s is None:
+                self._ready_to_begin_s = self._clock.monotonic_s()
             waiting = self._wait_to_begin(failed)
             if waiting is not None:
                 return waiting
@@ -328,11 +335,16 @@ class EpochCloser:
         if history is None:
             return any(other.epoch >= self._state.epoch for other in others.values())
         # after the grace nobody waits for one that loads a state: it joins rounds with a quorum only
-        company = [
-            other for other in self._tracker.company().values() if not (history.is_break and other.joining)
-        ]
+        waits_for_joining = not (history.is_break or self._has_waited_for_first_steps())
+        company = [one for one in self._tracker.company().values() if waits_for_joining or not one.joining]
         # heads that were not compared yet may turn out to be the same history, one round further
         return bool(company) or any(history.is_new(peer, other.head) for peer, other in others.items())
+
+    def _has_waited_for_first_steps(self) -> bool:
+        """Return whether this peer has waited long enough to begin the run without those that do not step."""
+        if self._ready_to_begin_s is None or self._history is None or self._history.has_begun:
+            return False
+        return self._clock.monotonic_s() - self._ready_to_begin_s >= _FIRST_STEP_S
 
     def _probe(self) -> None:
         """Contact the other peers directly, so that dead ones are known at once."""

@@ -24,12 +24,12 @@ from averaging.history.lineage import Lineage
 from averaging.history.tally import Tally
 from averaging.optim.endorsing import Endorser
 from averaging.optim.history import RunHistory
-from swarm.core.clock import Clock, SystemClock
+from swarm.core.clock import SystemClock
 from swarm.core.errors import NetworkError, PeerError
 from swarm.core.ids import Address, Contact, PeerId
 from swarm.core.standing import PeerStanding
 from swarm.testing.identities import SeededIdentity
-from swarm.testing.virtual_loop import VirtualClock, run_virtual
+from swarm.testing.virtual_loop import run_virtual
 from swarm.wire import state_pb2
 
 HEAD = b"h" * 32
@@ -47,14 +47,14 @@ def contact(number: int) -> Contact:
     return Contact(SeededIdentity(number).peer_id, (Address("127.0.0.1", 1000 + number),))
 
 
-def history_with(calls: Any, number: int = 1, clock: Clock | None = None) -> RunHistory:
+def history_with(calls: Any, number: int = 1) -> RunHistory:
     """Return the history of a peer, which calls other peers with `calls`, on the running loop."""
     node: Any = SimpleNamespace(
         contact=contact(number),
         channels=calls,
         network=SimpleNamespace(loop=asyncio.get_running_loop()),
         standing=PeerStanding(),
-        clock=clock or SystemClock(),
+        clock=SystemClock(),
         dht=SimpleNamespace(
             service=SimpleNamespace(companions=SimpleNamespace(named_by=lambda run, introducers: []))
         ),
@@ -85,33 +85,6 @@ def test_a_stale_report_of_a_dead_elector_does_not_lengthen_the_grace(again: int
         assert history.is_break
 
     asyncio.run(play())
-
-
-def test_a_peer_that_waits_for_a_quorum_asks_each_elector_once_a_second() -> None:
-    """Regression test: it asked at every read of the reports, about six times a second."""
-    asked: list[PeerId] = []
-
-    class Busy:
-        async def call(self, peer: Contact, method: Any, request: Any, *, timeout_s: float) -> Any:
-            asked.append(peer.peer_id)
-            raise NetworkError("no answer in time")
-
-    async def play() -> None:
-        clock = VirtualClock()
-        history, electors = history_with(Busy(), clock=clock), [contact(2), contact(3)]
-        history.restore(
-            Chain(head=HEAD, electors=tuple(one.peer_id for one in electors), certificates=())
-        )
-        while clock.monotonic_s() < 5.0:
-            for one in electors:
-                history.heard(one, b"x" * 32)
-            history.seek_quorum((), clock.monotonic_s(), EPOCH_S)
-            await history.compare()
-            await asyncio.sleep(0.15)
-        for one in electors:
-            assert 4 <= asked.count(one.peer_id) <= 5
-
-    run_virtual(play())
 
 
 def test_a_history_is_fetched_from_the_next_peer_when_one_does_not_answer() -> None:
