@@ -196,7 +196,7 @@ class GridRound:
         if seats and self._pending is None and now_s >= self._retry_s:
             key = history.round_key(plan.epoch, _PART)
             lineage = history.round(plan.kind, plan.epoch_after, key, seats=seats)
-            # whoever had nothing to give is no contributor of the certificate, and leaves the electors
+            # a peer that had nothing to give is no contributor of the certificate, and leaves the electors
             weight = self._weight if plan.weight > 0.0 else 0.0
             self._pending = plan.step(lineage, weight, self._gather)
 
