@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 __all__ = ["Averager", "AveragerConfig", "PendingRound", "RoundResult"]
 
 _CLOSE_S_MAX = 2.0
-DECLARE_S = 1.0  # longest time that the constructor waits until others can see this peer
+DECLARE_S = 1.0  # longest time that the constructor waits until this peer is visible to others
 _CANCEL_S_MAX = 2.0  # the tensor work of a cancelled round ends within this
 
 
@@ -266,14 +266,14 @@ class Averager:
                 self._release(pending)
                 raise
             pending.end(RoundResult(failed=True).without_memory(self._untouched(error)))
-        except BaseException:  # Ctrl-C: it may have been handed over already
+        except BaseException:  # Ctrl-C: the round may have been handed over already
             pending.cancel()
             raise
         if not wait:
             return pending
         try:
             return pending.result()
-        except BaseException:  # Ctrl-C: no round may continue unseen
+        except BaseException:  # Ctrl-C: no round may continue in the background
             pending.cancel()
             raise
 

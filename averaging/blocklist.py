@@ -14,8 +14,8 @@ from swarm.core.clock import Clock
 from swarm.core.errors import PeerError
 from swarm.core.ids import PeerId
 
-# after a lie: longer than a round is retried, and not for good, because another kind of processor may round
-# differently
+# pause after a lie: longer than retries of a round, but not permanent, because another kind of processor may
+# round differently
 BLOCK_AFTER_LIE_S = 600.0
 BLOCKED_MAX = 10_000
 _BANNED = "the owner of this run has banned this peer"
@@ -31,7 +31,7 @@ class PeerBlocklist:
         self._own, self._clock = own, clock
         self.banned: frozenset[PeerId] = frozenset()  # without this peer itself; replaced as a whole
         self.own_is_banned = False  # every donor would refuse this peer, so it does not ask
-        self._blocked: dict[PeerId, tuple[float, str]] = {}  # until when, and why
+        self._blocked: dict[PeerId, tuple[float, str]] = {}  # blocked peers -> (end, reason)
 
     def ban(self, peers: Iterable[PeerId]) -> None:
         """Set the peers that the owner of the run has banned; earlier bans are replaced."""

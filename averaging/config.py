@@ -41,11 +41,10 @@ class RunAverager:
     """
 
     name: AveragerName
-    # Further text that peers must have in common: compared before a group forms, as shapes and codec are.
+    # Additional text that must be equal on all peers; compared before a group forms, like shapes and codec.
     compatibility_tag: str
-    # Share of the time that waiting for one late peer may take on average. Too small: peers with long steps
-    # are left out of rounds.
-    # None: no limit.
+    # Average share of the time that may be spent on waiting for one late peer. Too small: peers with long
+    # steps are left out of rounds. None: no limit.
     waiting_share_max: float | None
 
 

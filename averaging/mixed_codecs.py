@@ -206,5 +206,5 @@ def _contributions(outcomes: Sequence[RoundOutcome], numels: Sequence[int]) -> d
     for outcome, numel in zip(outcomes, numels, strict=True):
         for peer, fraction in outcome.contributions.items():
             found[peer] = found.get(peer, 0.0) + fraction * numel
-    # exactly 1.0 where nothing is missing
+    # exactly 1.0 if nothing is missing
     return {peer: 1.0 if share == whole else share / whole for peer, share in found.items()}

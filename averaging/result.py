@@ -128,7 +128,7 @@ class PendingRound:
         """
         if not self._ended.wait(timeout_s):
             raise DeadlineExceeded(
-                f"the round has not ended within {timeout_s:g} s; it goes on in the background"
+                f"the round has not ended within {timeout_s:g} s; it continues in the background"
             )
         with self._lock:
             if self._result is None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from averaging.history.lineage import Lineage
+from averaging.history.receipts import RECEIPT_BYTES_MAX, ReceiptBook, encode_receipt
 from averaging.matchmaking.logic.messages import Precedence
 from swarm.core.clock import Clock
-from swarm.core.files import read_json_copy, write_private
+from swarm.core.errors import PeerError
+from swarm.core.files import read_json_copy, set_aside, write_private
 from swarm.core.ids import PeerId
 from swarm.core.standing import PeerStanding
 from swarm.membership.ledger import MemberLedger
@@ -20,6 +23,9 @@ _log = logging.getLogger(__name__)
 
 _SAVE_INTERVAL_S = 60.0
 _FILE_BYTES_MAX = 1 << 20
+_RECEIPT_SUFFIX = ".receipt"
+
+T = TypeVar("T")
 
 
 def _nobody(peer: PeerId) -> bool:
@@ -38,11 +44,16 @@ class RunLedger:
         self._own, self._run, self._standing = own, run, standing
         self._head = b""  # up to which certificates were counted
         self._is_large = False  # by the last of them the run is larger than a group
+        # Faults in rounds on that head that were not committed, by peer. They count unless others commit the
+        # head in a group without this peer: who knows that group leaves, or never begins, the other one.
+        self._uncertain: dict[PeerId, str] = {}
         self._ledger, self._clock, self._path = MemberLedger(own), clock, path
         self._lock = threading.Lock()
         self._saved_s = clock.monotonic_s()
+        self._receipts, self._receipt_saved = ReceiptBook(own, run), b""
         if path is not None:
             read_json_copy(path, "ledger", _FILE_BYTES_MAX, self._ledger.load)
+            _read_receipt(path.with_suffix(_RECEIPT_SUFFIX), self._receipts)
 
     def follow(self, lineage: Lineage) -> None:
         """Count the certificates that are new in this peer's history, whose electors are members.
@@ -55,9 +66,12 @@ class RunLedger:
         chain = lineage.chain((self._head,))
         with self._lock:
             self._standing.add_members(self._run, lineage.electors)
+            extended = [one.proposal.contributors for one in chain.certificates[:1]]
+            self._settle(counts=self._is_large or any(self._own in peers for peers in extended))
             for one in chain.certificates if not self._head or lineage.knows(self._head) else ():
                 worked = () if self._own in one.workers else one.workers
                 self._ledger.certified(worked, self._clock.swarm_s())
+            self._receipts.follow(lineage.chain())
         self._head, self._is_large = lineage.head, lineage.grid_rounds > 1
 
     def contributed(self, samples: Mapping[PeerId, float]) -> None:
@@ -65,11 +79,34 @@ class RunLedger:
         with self._lock:
             self._ledger.contributed(samples, self._clock.swarm_s())
 
-    def fault(self, peer: PeerId, reason: str, *, held: bool = False) -> None:
-        """Record that a member of a group kept its round from going well; `held`: as its leader."""
-        _log.info("peer %s is passed over for some rounds: %s", peer, reason)
+    def fault(self, peer: PeerId, reason: str, *, held: bool = False, committed: bool = True) -> None:
+        """Record that a member of a group kept its round from going well; `held`: as its leader. A fault in a
+        round that was not `committed` counts when the next round is searched for on the same head, or when
+        the head is committed by a group with this peer.
+        """
         with self._lock:
-            self._ledger.fault(peer, reason, self._clock.swarm_s(), held=held)
+            if committed or held:
+                self._count(peer, reason, held=held)
+            else:
+                self._uncertain[peer] = reason
+
+    def _count(self, peer: PeerId, reason: str, *, held: bool = False) -> None:
+        _log.info("peer %s is passed over for some rounds: %s", peer, reason)
+        self._ledger.fault(peer, reason, self._clock.swarm_s(), held=held)
+
+    def _settle(self, *, counts: bool) -> None:
+        """Count the faults that are uncertain, or forget them. The lock is held."""
+        faults, self._uncertain = self._uncertain, {}
+        for peer, reason in faults.items() if counts else ():
+            self._count(peer, reason)
+
+    def _is_doubted(self, peer: PeerId) -> bool:
+        return peer in self._uncertain or self._ledger.is_doubted(peer)
+
+    def with_receipts(self, use: Callable[[ReceiptBook], T]) -> T:
+        """Return what `use` makes of the receipts of this peer's history, which nobody changes meanwhile."""
+        with self._lock:
+            return use(self._receipts)
 
     @property
     def rounds(self) -> int:
@@ -101,12 +138,15 @@ class RunLedger:
             return self._ledger.is_passed_over(peer, is_elector=peer in deciding)
 
         deciding = frozenset(electors)
+        if passes_over:
+            with self._lock:
+                self._settle(counts=True)
         return Precedence(
             electors=deciding,
             is_member=lambda peer: self._standing.is_member(peer, self._run),
             is_proven=self.has_standing,
             is_holding=self._ledger.is_holding,
-            is_doubted=self._ledger.is_doubted,
+            is_doubted=self._is_doubted,
             is_passed_over=is_passed_over if electors and passes_over else _nobody,
         )
 
@@ -119,10 +159,27 @@ class RunLedger:
             return
         self._saved_s = now_s
         with self._lock:
-            if not self._ledger.changed:
-                return
-            document = self._ledger.encode()
+            document = self._ledger.encode() if self._ledger.changed else None
+            newest = self._receipts.newest
+        receipt = encode_receipt(newest) if newest is not None else b""
         try:
-            write_private(self._path, json.dumps(document).encode())
+            if document is not None:
+                write_private(self._path, json.dumps(document).encode())
+            if receipt != self._receipt_saved:
+                write_private(self._path.with_suffix(_RECEIPT_SUFFIX), receipt)
+                self._receipt_saved = receipt
         except OSError as error:
             _log.warning("the ledger %s cannot be written: %s", self._path, error)
+
+
+def _read_receipt(path: Path, book: ReceiptBook) -> None:
+    """Read the receipt of an earlier process. A damaged one is moved aside."""
+    try:
+        with path.open("rb") as stream:
+            book.load(stream.read(RECEIPT_BYTES_MAX + 1))
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        _log.error("the receipt %s cannot be read: %s", path, error)
+    except PeerError as error:
+        set_aside(path, "receipt", error)

@@ -29,7 +29,7 @@ _WITH_FIGURES = [name for name, section in SECTIONS.items() if section.figures]
 
 
 def _stop(_signal: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt  # every launch then ends its processes
+    raise KeyboardInterrupt  # makes every launch end its processes
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

@@ -1,11 +1,11 @@
-"""A node and a run under attack by strangers, on real sockets: how late the node's event loop is, how much
-memory it takes, and how many epochs the run still completes.
+"""A node and a run under attack by strangers, on real sockets: the delay of the node's event loop, its
+memory, and the epochs that the run still completes.
 
-The node, or each member of the run, is a process that trains; the attacker is another one, of one address:
-all of 127.0.0 is one network, as a /24 is. Floods last seconds and are bounded in what they send. Lateness
-that the node's own work does not explain is the machine's and is left out. An attacker shares the processor
-with its victims here, and has the lowest priority; what the victims pay is also given in processor time,
-which does not depend on that.
+The node, or each member of the run, is a process that trains. The attacker is another process with one
+address prefix, because all of 127.0.0 is one /24 network. Floods last seconds, and the data that they send is
+bounded. Delays that the node's own work does not explain are due to the machine and are left out. The
+attacker shares the processor with its victims here, at the lowest priority. The victims' costs are also given
+in processor time, which does not depend on that.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ _PAUSE_S = 1.5  # after a flood, for connections to end
 
 @dataclass(frozen=True, slots=True)
 class Crowd:
-    """The identities of one attacker, and the networks (/24) that they call from."""
+    """The identities of one attacker, and the /24 networks from which they call."""
 
     identities: int
     networks: int = 1
 
     @property
     def pace_min(self) -> float:
-        """Return the part of the epochs without an attack that is aimed at."""
+        """Return the aim as a fraction of the epochs without an attack."""
         return 0.95 if self.networks == 1 else 0.9
 
 
@@ -63,7 +63,7 @@ CROWDS = (Crowd(1), Crowd(10), Crowd(1000), Crowd(1000, 20))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Company:
+class AttackedRun:
     """A run beside crowds, each measured in every turn."""
 
     members: int
@@ -71,29 +71,29 @@ class Company:
     turns: int = 2
 
 
-COMPANIES = (Company(members=2), Company(members=4), Company(members=33, turns=1))
+ATTACKED_RUNS = (AttackedRun(members=2), AttackedRun(members=4), AttackedRun(members=33, turns=1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How long, and how often, each attack is measured."""
+    """Duration and number of measurements of each attack."""
 
     flood_s: float = 8.0
     window_s: float = 10.0
     passes: int = 1  # of each flood
     floods: tuple[str, ...] = tuple(FLOODS)
-    companies: tuple[Company, ...] = COMPANIES
+    attacked_runs: tuple[AttackedRun, ...] = ATTACKED_RUNS
     figures: frozenset[str] = frozenset()  # such as "silent_tcp" or "crowd-2"; empty: all
 
 
-# Windows of two epochs: the short forms show that crowds are measured, not what they cost.
+# Windows of two epochs: the short form only shows that crowds can be measured.
 QUICK = Plan(
     flood_s=2.0,
     window_s=2.0,
     floods=("nothing", "shared_finds", "half_sent", "forged_records"),
-    companies=tuple(Company(members=members, turns=1) for members in (2, 4)),
+    attacked_runs=tuple(AttackedRun(members=members, turns=1) for members in (2, 4)),
 )
-QUICK_CROWDS = Plan(window_s=2.0, floods=(), companies=QUICK.companies[:1])
+QUICK_CROWDS = Plan(window_s=2.0, floods=(), attacked_runs=QUICK.attacked_runs[:1])
 
 
 def rows(say: Callable[[str], None], plan: Plan | None = None) -> list[Row]:
@@ -101,19 +101,19 @@ def rows(say: Callable[[str], None], plan: Plan | None = None) -> list[Row]:
     plan = plan or Plan()
     wanted = plan.figures or frozenset(figures(plan))
     found = [row for name in plan.floods if name in wanted for row in _flooded(say, plan, name)]
-    for company in plan.companies:
-        if _crowd(company) in wanted:
-            found += _beside(say, plan, company)
+    for attacked in plan.attacked_runs:
+        if _crowd(attacked) in wanted:
+            found += _beside(say, plan, attacked)
     return found
 
 
 def figures(plan: Plan) -> list[str]:
     """Return the names of the figures that `rows` measures, for `Plan.figures`."""
-    return [*plan.floods, *(_crowd(company) for company in plan.companies)]
+    return [*plan.floods, *(_crowd(attacked) for attacked in plan.attacked_runs)]
 
 
-def _crowd(company: Company) -> str:
-    return f"crowd-{company.members}"
+def _crowd(attacked: AttackedRun) -> str:
+    return f"crowd-{attacked.members}"
 
 
 class Attack(Launch):
@@ -151,7 +151,7 @@ class Attack(Launch):
         return {**found[0], "processor_s": sum(one["processor_s"] for one in found)}
 
     def flood(self, do: str, seconds: float, crowd: Crowd = NOBODY) -> int:
-        """Attack for a time; return how many requests or connections that were."""
+        """Attack for a time. Return the number of requests or connections."""
         identities, networks = crowd.identities, crowd.networks
         self.attacker.send({"do": do, "seconds": seconds, "identities": identities, "networks": networks})
         answer = self.attacker.receive("flooded", time.monotonic() + seconds + _ANSWER_S)
@@ -217,18 +217,18 @@ class Costs(Failures):
         time.sleep(_PAUSE_S)
 
 
-def _beside(say: Callable[[str], None], plan: Plan, company: Company) -> list[Row]:
+def _beside(say: Callable[[str], None], plan: Plan, attacked: AttackedRun) -> list[Row]:
     """Measure a run beside each crowd, and without one before every second crowd."""
-    members = company.members
-    costs = {crowd: Costs() for crowd in (NOBODY, *company.crowds)}
+    members = attacked.members
+    costs = {crowd: Costs() for crowd in (NOBODY, *attacked.crowds)}
     windows = [
         window
-        for number, crowd in enumerate(company.crowds)
+        for number, crowd in enumerate(attacked.crowds)
         for window in ((NOBODY, crowd) if number % 2 == 0 else (crowd,))
     ]
     try:
         with Attack(members) as attack:
-            for _ in range(company.turns):
+            for _ in range(attacked.turns):
                 for crowd in windows:
                     one = costs[crowd]
                     one.add(attack, plan, crowd)
@@ -241,7 +241,7 @@ def _beside(say: Callable[[str], None], plan: Plan, company: Company) -> list[Ro
         for one in costs.values():
             one.launches_failed += 1
             one.fail(str(failure).partition("; its log ends")[0])
-    return [row for crowd in company.crowds for row in _rows_beside(members, crowd, costs)]
+    return [row for crowd in attacked.crowds for row in _rows_beside(members, crowd, costs)]
 
 
 def _rows_beside(members: int, crowd: Crowd, costs: dict[Crowd, Costs]) -> list[Row]:

@@ -3,7 +3,7 @@
 Every process cuts its vector into one shard per process, streams each shard to its owner in messages of
 `message_bytes`, and receives as many bytes on the same stream. Messages are made before the clock starts,
 from as many different bytes as the vector has; received bytes are dropped. Nothing is encoded, added, checked
-or decoded. What remains is the cost of gRPC, TLS, the kernel and the event loop.
+or decoded. The result is the cost of gRPC, TLS, the kernel and the event loop.
 `averaging.allreduce.allreduce` is measured beside it, in turn, in the same run.
 
     with BareButterfly(vector_bytes=64 << 20) as bare:
@@ -177,7 +177,7 @@ async def _work(lines: asyncio.StreamReader) -> None:
     import grpc.aio
 
     async def receive() -> dict[str, Any]:
-        message = json.loads(await lines.readline() or "{}")  # no line: the parent has ended
+        message = json.loads(await lines.readline() or "{}")  # end of input: the parent has ended
         assert isinstance(message, dict)
         return message
 

@@ -1,4 +1,4 @@
-"""Bar charts as SVG, readable on a light and on a dark page."""
+"""Bar charts and curves as SVG, readable on a light and on a dark page."""
 
 from __future__ import annotations
 
@@ -59,5 +59,70 @@ def bars(title: str, axis: str, found: Sequence[Bar]) -> str:
             f'<rect x="{begin:.1f}" y="{y}" width="{width:.1f}" height="{_BAR}" rx="3" fill="{colour}"/>',
             f'<text x="{max(end, one) + 8:.1f}" y="{middle:.1f}" fill="{_INK}">'
             f"{html.escape(bar.text)}</text>",
+        ]
+    return "\n".join([*lines, "</svg>", ""])
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One curve: its name, its points (x above 0, y), and whether it is drawn in dashes."""
+
+    label: str
+    points: Sequence[tuple[float, float]]
+    dashed: bool = False
+
+
+_PALETTE = ("#1f2328", "#2f81f7", "#1a7f37", "#bf8700", "#cf222e")
+
+
+def curves(title: str, axes: tuple[str, str], found: Sequence[Curve]) -> str:
+    """Draw curves over a logarithmic x axis, with the names of x and y in `axes`. Curves in dashes repeat the
+    colours of the others. `found` must not be empty.
+    """
+    width, height, left, right, top, bottom = _WIDTH, 470, 60, 300, 40, 50
+    xs = [math.log10(x) for curve in found for x, _ in curve.points]
+    ys = [y for curve in found for _, y in curve.points]
+    low_x, high_x, low_y, high_y = min(xs), max(xs), min(ys), max(ys)
+    scale_x = (width - left - right) / max(high_x - low_x, 1e-9)
+    scale_y = (height - top - bottom) / max(high_y - low_y, 1e-9)
+
+    def at(x: float, y: float) -> str:
+        return f"{left + (math.log10(x) - low_x) * scale_x:.1f},{top + (high_y - y) * scale_y:.1f}"
+
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        f'height="{height}" font-family="system-ui, sans-serif" font-size="13" role="img">',
+        f"<title>{html.escape(title)}</title>",
+        f'<rect width="{width}" height="{height}" rx="8" fill="#ffffff"/>',
+        f'<text x="{left}" y="24" fill="{_PALE}">{html.escape(axes[1])}</text>',
+        f'<text x="{left}" y="{height - 12}" fill="{_PALE}">{html.escape(axes[0])}</text>',
+    ]
+    for power in range(math.ceil(low_x - 1e-9), math.floor(high_x + 1e-9) + 1):
+        x = left + (power - low_x) * scale_x
+        lines += [
+            f'<line x1="{x:.1f}" y1="{top}" x2="{x:.1f}" y2="{height - bottom}" stroke="#d0d7de"/>',
+            f'<text x="{x:.1f}" y="{height - bottom + 16}" fill="{_PALE}" font-size="11" '
+            f'text-anchor="middle">{10.0**power:g}</text>',
+        ]
+    for tenth in range(math.ceil(low_y * 5), math.floor(high_y * 5) + 1):
+        y = top + (high_y - tenth / 5) * scale_y
+        lines += [
+            f'<line x1="{left}" y1="{y:.1f}" x2="{width - right}" y2="{y:.1f}" stroke="#eaeef2"/>',
+            f'<text x="{left - 6}" y="{y + 4:.1f}" fill="{_PALE}" font-size="11" text-anchor="end">'
+            f"{tenth / 5:.1f}</text>",
+        ]
+    counts = {True: 0, False: 0}
+    for number, curve in enumerate(found):
+        colour = _PALETTE[counts[curve.dashed] % len(_PALETTE)]
+        counts[curve.dashed] += 1
+        dashes = ' stroke-dasharray="5 4"' if curve.dashed else ""
+        y = top + 8 + 20 * number
+        lines += [
+            f'<polyline fill="none" stroke="{colour}" stroke-width="2"{dashes} '
+            f'points="{" ".join(at(*point) for point in curve.points)}"/>',
+            f'<line x1="{width - right + 14}" y1="{y}" x2="{width - right + 42}" y2="{y}" stroke="{colour}" '
+            f'stroke-width="2"{dashes}/>',
+            f'<text x="{width - right + 50}" y="{y + 4}" fill="{_INK}" font-size="12">'
+            f"{html.escape(curve.label)}</text>",
         ]
     return "\n".join([*lines, "</svg>", ""])

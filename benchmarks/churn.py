@@ -53,7 +53,7 @@ Say = Callable[[str], None]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Churn:
     peers: int = 4
-    mean_s: float = 60.0  # mean time of a peer from one kill to the next
+    mean_s: float = 60.0  # mean time between two kills of a peer
     seconds: float = 300.0
     seed: int = 1
     step_s: float = 0.1  # minimum of one peer; its computation takes a tenth of that
@@ -200,14 +200,14 @@ def rows(say: Say, churn: Churn | None = None) -> list[Row]:
     churn = churn or Churn()
     say(f"{churn.peers} volunteers, {churn.seconds:g} s without a kill")
     _, calm = train(churn, say, killed=False)
-    say(_told(calm))
+    say(_summary_line(calm))
     say(f"{churn.peers} volunteers, {churn.seconds:g} s, each killed every {churn.mean_s:g} s on average")
     lifetimes, stormy = train(churn, say, killed=True)
-    say(_told(stormy))
+    say(_summary_line(stormy))
     return rows_of(churn, calm, stormy, lifetimes)
 
 
-def _told(found: ChurnSummary) -> str:
+def _summary_line(found: ChurnSummary) -> str:
     loss = "no loss" if found.loss is None else f"loss {found.loss:.3f}"
     restarts = f", back after {statistics.median(found.restarts_s):.1f} s" if found.restarts_s else ""
     return f"  {found.samples_per_s:.0f} samples/s, {loss}, {found.trained:.1%} of the time trained{restarts}"

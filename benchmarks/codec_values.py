@@ -1,4 +1,6 @@
-"""The values on which codecs are measured. Imports torch alone, since hivemind's environment runs it, too."""
+"""The values on which codecs are measured. Imports only torch, because hivemind's environment runs it,
+too.
+"""
 
 from __future__ import annotations
 

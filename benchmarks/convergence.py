@@ -173,7 +173,7 @@ class Section:
             reference, reasons = self._measured(SYNCHRONOUS.name, seeds, settings, together(SYNCHRONOUS))
             if not reference:
                 raise RoundsFailed(
-                    f"the synchronous run failed, and everything is held against it: {'; '.join(reasons)}"
+                    f"the synchronous run failed, with which all others are compared: {'; '.join(reasons)}"
                 )
             yield [self._loss_row(SYNCHRONOUS.name, reference, reference, reasons)]
             for setup in self._setups:

@@ -1,9 +1,9 @@
-"""Network cuts of seconds to a minute: how soon afterwards all peers have one history and equal states, how
-many epochs each side made meanwhile, and what the cut cost the side that had the quorum.
+"""Network partitions of seconds to a minute: the time until all peers share one history and equal states
+again, the epochs that each side made meanwhile, and the cost to the side with the quorum.
 
-Of every mode with a common state; peers in mode "gossip" have none.
+All modes with a common state are measured; peers in mode "gossip" have none.
 
-The nodes are in this process; calls and streams between the two sides fail while the cut lasts. A training
+The nodes are in this process; calls and streams between the two sides fail during the partition. A training
 step is a small model's with a pause, so that the machine's cores do not matter.
 """
 

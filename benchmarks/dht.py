@@ -26,7 +26,7 @@ HALF = 0.5
 OPERATIONS = {8: 100, 16: 30}  # stores, and equally many gets, of each peer in a round
 CONCURRENCY = 16
 ALONE = 25
-KEYS_FOR_ALONE = 128  # all writers together: enough of them that the reader does not hold ALONE keys
+KEYS_FOR_ALONE = 128  # keys of all writers together; enough that the reader does not hold ALONE of them
 WARM_UP = 2
 START_AHEAD_S = 0.1
 ORDER_TIMEOUT_S = 90.0
@@ -44,7 +44,8 @@ class Load:
     operations: int  # stores, and equally many gets
     concurrency: int = CONCURRENCY  # operations in flight per peer
     alone: int = ALONE  # operations of one peer while the others idle
-    # gets of keys that the reader does not hold: fewer, since a hivemind peer keeps all keys that it has read
+    # gets of keys that the reader does not hold; fewer, because a hivemind peer keeps all keys that it has
+    # read
     far_operations: int
 
 

@@ -139,7 +139,7 @@ def _report(performed: int, wrong: Sequence[str]) -> dict[str, Any]:
 
 
 async def _sleep_until(monotonic_s: float) -> None:
-    """Sleep without blocking the loop, since the peer serves others meanwhile. Late by at most a millisecond,
-    which counts.
+    """Sleep without blocking the loop, since the peer serves others meanwhile. The delay of at most a
+    millisecond is included in the measured time.
     """
     await asyncio.sleep(max(0.0, monotonic_s - time.monotonic()))

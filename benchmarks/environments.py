@@ -81,7 +81,7 @@ def _run(command: list[str]) -> None:
 
 
 def machine() -> dict[str, str]:
-    """Return what a reader needs to judge the figures, without anything that names the machine."""
+    """Describe the machine for readers of the figures, without anything that identifies it."""
     return {
         "processor": f"{os.cpu_count()} × {_processor_model()}",
         "memory": f"{psutil.virtual_memory().total / (1 << 30):.0f} GiB",

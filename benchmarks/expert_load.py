@@ -20,8 +20,8 @@ SEED = 7
 
 
 def module_of(kind: str) -> torch.nn.Module:
-    """Return a module that is the same in every process. The no-op has an empty parameter, since hivemind's
-    backward wants an optimizer.
+    """Return a module that is the same in every process. The no-op has an empty parameter, because hivemind's
+    backward pass needs an optimizer.
     """
     if kind == "nop":
         return Nop()
@@ -45,7 +45,7 @@ class Nop(torch.nn.Module):
 
 
 def zero_rate_sgd(parameters: Any) -> torch.optim.Optimizer:
-    """Return an optimizer that does its work and changes nothing, so that every result can be checked."""
+    """Return an optimizer that performs its work with rate 0, so that every result can be checked."""
     return torch.optim.SGD(parameters, lr=0.0)
 
 

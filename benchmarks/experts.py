@@ -203,7 +203,7 @@ def _crowd(setting: Setting, clients: int) -> Row:
         f"a call takes {sorted(medians)[len(medians) // 2] * 1e3:.1f} ms in the middle, "
         f"{max(slow) * 1e3:.0f} ms one in a hundred"
     )
-    # with few clients, pages of libraries that more processes share exceed the difference
+    # with few clients, memory pages shared by more processes exceed the difference
     memory = (
         f"; the server took {(held_bytes - alone_bytes) / clients / 1e3:.0f} kB a client"
         if clients == HELD

@@ -1,9 +1,11 @@
-"""Count the files, classes and functions that a reader passes who follows one operation through the source.
+"""Count the files, classes and functions that a reader passes when following one operation through the
+source.
 
 `python -m benchmarks.flows` runs four operations under the interpreter's profiler and prints a table; with
 `--list` also the files. The first three operations have both ends in one process, so the callee counts, too.
 A file counts when one of its functions is called. Files whose classes are only defined while the operation
-imports them have a column of their own: a reader who follows the calls does not come by them.
+imports them have a column of their own: a reader who follows the calls does not see them. So have files that
+are called anyway while the same peers do nothing, such as the DHT's upkeep.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ TEXTS = {
 }
 _FIRST_STEP = ("training.py", "Training.step")
 _JOIN_S_MAX = 400.0  # under the profiler, on a busy machine
+_REST_S = 5.0  # for which peers that do nothing are watched
 _SETTLE_S = 1.5  # until two new nodes have introduced each other and looked up their neighbours
 
 
@@ -45,6 +48,7 @@ class CallRecorder:
 
     recording: bool = False
     codes: set[CodeType] = field(default_factory=set)
+    at_rest: set[CodeType] = field(default_factory=set)
 
     def profile(self, frame: FrameType, event: str, _argument: Any) -> None:
         """Serve as a profile function of `sys.setprofile`."""
@@ -60,27 +64,46 @@ class CallRecorder:
         finally:
             self.recording = False
 
+    def rest(self) -> None:
+        """Record what is called for a while after the operation, when this thread does nothing."""
+        operation, self.codes = self.codes, set()
+        with self.record():
+            time.sleep(_REST_S)
+        self.codes, self.at_rest = operation, self.codes
+
     def passed(self) -> Passed:
-        """Return what was called so far, lambdas and comprehensions aside."""
-        called, defined = set[tuple[str, str]](), set[str]()
-        for code in self.codes.copy():
-            name = code.co_qualname
-            if not code.co_filename.startswith(PACKAGES) or "_pb2" in code.co_filename or name.endswith(">"):
-                continue
-            file = str(Path(code.co_filename).relative_to(ROOT))
-            if code.co_flags & inspect.CO_OPTIMIZED:  # a function; the body of a class is not
-                called.add((file, name))
-            else:
-                defined.add(file)
-        return Passed(called, defined - {file for file, _ in called})
+        """Return what was called so far."""
+        called, defined = _called(self.codes)
+        at_rest = {file for file, _ in _called(self.at_rest)[0]}
+        return Passed(called, defined - {file for file, _ in called}, at_rest)
+
+
+def _called(codes: set[CodeType]) -> tuple[set[tuple[str, str]], set[str]]:
+    """Return the functions of the project, each with its file, lambdas and comprehensions aside, and the
+    files that define classes.
+    """
+    called, defined = set[tuple[str, str]](), set[str]()
+    for code in codes.copy():
+        name = code.co_qualname
+        if not code.co_filename.startswith(PACKAGES) or "_pb2" in code.co_filename or name.endswith(">"):
+            continue
+        file = str(Path(code.co_filename).relative_to(ROOT))
+        if code.co_flags & inspect.CO_OPTIMIZED:  # a function; the body of a class is not
+            called.add((file, name))
+        else:
+            defined.add(file)
+    return called, defined
 
 
 @dataclass(frozen=True)
 class Passed:
-    """The functions that an operation calls, each with its file, and the files that it only imports."""
+    """The functions that an operation calls, each with its file, the files that it only imports, and those
+    of which functions are called while nothing is done.
+    """
 
     functions: set[tuple[str, str]]
     only_imported: set[str]
+    at_rest: set[str] = field(default_factory=set)
 
     @property
     def files(self) -> set[str]:
@@ -124,6 +147,7 @@ def step(recorder: CallRecorder) -> None:
 
         with recorder.record():
             _run_concurrently([functools.partial(train, *pair) for pair in optimizers])
+        recorder.rest()
         for _, opt in optimizers:
             opt.close()
 
@@ -141,6 +165,7 @@ def store(recorder: CallRecorder) -> None:
         time.sleep(_SETTLE_S)
         with recorder.record():
             second.dht.store("flows", 2, ttl_s=60)
+        recorder.rest()
 
 
 def mixture(recorder: CallRecorder) -> None:
@@ -164,6 +189,7 @@ def mixture(recorder: CallRecorder) -> None:
             time.sleep(_SETTLE_S)
             with recorder.record():
                 layer(torch.randn(4, 8, requires_grad=True)).sum().backward()
+            recorder.rest()
 
 
 def join() -> Passed:
@@ -183,7 +209,12 @@ def join() -> Passed:
                 )
                 joined = [sys.executable, "-m", "benchmarks.flows", "--join", address]
                 done = subprocess.run(
-                    joined, capture_output=True, text=True, env=environment, timeout=_JOIN_S_MAX, check=True
+                    joined,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    env=environment,
+                    timeout=_JOIN_S_MAX,
+                    check=True,
                 )
             finally:
                 creator.kill()
@@ -250,10 +281,14 @@ def main() -> None:
     if asked.join:
         join_here(asked.join)
         return
-    print("| flow | files | aim | classes | functions | files only imported |\n|---|--:|--:|--:|--:|--:|")
+    print(
+        "| flow | files | aim | also at rest | classes | functions | files only imported |\n"
+        "|---|--:|--:|--:|--:|--:|--:|"
+    )
     for name in asked.flows or AIMS:
         passed = measure(name)
-        figures = (len(passed.files), AIMS[name], len(passed.classes), len(passed.functions))
+        at_rest = len(passed.files & passed.at_rest) if name != "join" else "–"
+        figures = (len(passed.files), AIMS[name], at_rest, len(passed.classes), len(passed.functions))
         print(
             f"| {TEXTS[name]} | {' | '.join(map(str, figures))} | {len(passed.only_imported)} |", flush=True
         )

@@ -156,7 +156,7 @@ def train_alone(
 
 @dataclass(slots=True)
 class PeerHistory:
-    """The training as one peer saw it."""
+    """The training from one peer's view."""
 
     rounds: int = 0
     missing: float = 0.0  # missing contributions: 1 is the contribution of all four to one round
@@ -221,7 +221,7 @@ class Peer:
         return self.history
 
     def _finish_round(self, mode: Mode, rounds: EpochAverager) -> None:
-        """Apply the round that runs in the background. In a mode where a peer may find nobody, it then
+        """Apply the round that runs in the background. In modes in which a peer may find no partner, it then
         proceeds alone.
         """
         for attempt in range(1, ATTEMPTS_MAX + 1):
@@ -246,7 +246,7 @@ class Peer:
                 self._pending = rounds.begin(mode.state.epoch, lambda: False, math.inf)
 
 
-# No peer is missing here, and a busy machine must not change what is averaged.
+# No peer is missing here, and a busy machine must not change the averages.
 PATIENT = replace(
     WAN,
     query_timeout_s=SLOW_S,
@@ -259,7 +259,7 @@ def _rounds(node: Node, run: str, mode: Mode, setup: TrainingSetup) -> EpochAver
     options = AveragingOptions(
         codec=setup.codec, error_feedback=setup.error_feedback, strategy=setup.strategy
     )
-    # in a mode in which peers may remain alone, a long wait for a busy partner delays both
+    # in a mode in which peers may proceed alone, a long wait for a busy partner delays both
     alone = mode.traits.proceeds_alone
     node.timings = WAN if alone else PATIENT
     patient = OptimizerConfig(group_size_max=PEERS, round_timeout_s=2 * SLOW_S)

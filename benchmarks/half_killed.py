@@ -1,8 +1,8 @@
-"""Two of four trainers killed at once: how long the other two pause, by who is left.
+"""Two of four trainers killed at once: the pause of the other two, depending on which are left.
 
-Half of the electors go on at once if the most senior one is among them. The other half cannot know whether
-that one lives elsewhere: it waits for the grace, which is short because the dead peers' hosts refuse
-connections, and goes on with a break (docs/concepts/history.md).
+Half of the electors continue at once if the most senior one is among them. The other half cannot know whether
+that elector is alive elsewhere. It waits for the grace, which is short because the hosts of the killed peers
+refuse connections, and continues with a break (docs/concepts/history.md).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Training with a quarter of hostile peers: the loss under each aggregation, and the time that each takes.
 
 Eight peers train the byte-level model, each on its own draw of the text; gradients are encoded, cut into
-chunks and reduced by the very code of a round, in this process: no network lies in between, since none of it
-is about the network. Two of the peers lie, always in the same way. The losses come from seeds and are the
-same on every run of one machine.
+chunks and reduced with the code of a round, in this process and without a network, which does not matter
+here. Two of the peers lie, always in the same way. The losses follow from seeds and are equal in every run on
+one machine.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ STEPS = 100
 COST_ELEMENTS = 1_000_000
 COST_ROUNDS = 9
 LOSS_OVER_HONEST_MAX = 1.05
-LOSS_MAX = 100.0  # nats per byte: a worse training, or one that ends in NaN, is shown as this
+LOSS_MAX = 100.0  # nats per byte; a larger loss, or NaN, is shown as this
 
 RULES: dict[str, Aggregation] = {
     "mean": MEAN,
@@ -72,7 +72,7 @@ def _corpus_of(data_bytes: int) -> ByteData:
 
 
 class Diverged(Exception):
-    """The gradients of an honest peer are not finite any more."""
+    """The gradients of an honest peer have become infinite or NaN."""
 
 
 def average(vectors: Sequence[torch.Tensor], aggregation: Aggregation) -> torch.Tensor:
@@ -223,7 +223,7 @@ def costs(
 
 
 def _sign_and_check(plan: Plan, jobs: Sequence[ReductionJob]) -> None:
-    """Do what audits cost in every round, even without a draw: sign chunks and check them."""
+    """Do the work of audits in every round, even without a draw: sign chunks and check the signatures."""
     identity = SeededIdentity("hostile/signer")
     member = Member(contact=Contact(identity.peer_id, ()), weight=1.0, bandwidth=1.0)
     group = Group(group_id=bytes(32), members=(member,), codec=CODEC, gathered=(b"",))

@@ -1,4 +1,4 @@
-"""Rounds of several systems in turn, so that a slow minute of the machine affects all of them alike."""
+"""Rounds of several systems in turn, so that a slow period of the machine affects all of them alike."""
 
 from __future__ import annotations
 

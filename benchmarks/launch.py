@@ -1,4 +1,5 @@
-"""Start the workers of one system, talk with them under deadlines, and leave nothing of them behind.
+"""Start the workers of one system, exchange messages with deadlines, and remove all their processes and
+files.
 
 Each worker has a session of its own, in which all its processes can be found and ended.
 """
@@ -28,7 +29,7 @@ LOG_LINES_SHOWN = 6
 
 
 class LaunchFailed(Exception):
-    """A worker died, or did not answer in time. The text says which and what it last logged."""
+    """A worker died or did not answer in time. The text names it and contains its last log lines."""
 
 
 class Worker:

@@ -24,19 +24,20 @@ _DHT_TIME = (
     "get asks three of the five. hivemind signs nothing, and takes the first replica's answer."
 )
 _ONE_GET = (
-    "three calls to three processes that share two cores, and a signature to verify, where hivemind takes "
-    "the word of the first replica: a read here is to see every write that a majority of the replicas took "
+    "three calls to three processes that share two cores, and a signature to verify, where hivemind "
+    "trusts the first replica: a read here must see every write that a majority of the replicas accepted "
     "(docs/decisions/0003)."
 )
 
 _CODEC_CALLS = (
-    "calls, not memory: 11 operations of torch for int8, 25 for int2, 3 to 5 µs each over pieces that fit "
+    "number of calls, not memory: 11 operations of torch for int8, 25 for int2, 3 to 5 µs each over "
+    "pieces that fit "
     "the cache (docs/decisions/0014); on an idler machine the same code took a half to a third of the time "
     "(best of 25: 2.5 GB/s for int8, 1.6 for int4)."
 )
 
 _IDLE_TCP = (
-    "TCP, as far as it is known: a connection that was idle begins with ten packets again (traces show 0.16 "
+    "presumably TCP: a connection that was idle begins with ten packets again (traces show 0.16 "
     "s of a round of 1.0 s), which bare TCP shows as well; headers take 3.5 %, the last values' way there, "
     "their average's way back and the votes two round trips (docs/decisions/0015)."
 )
@@ -54,17 +55,18 @@ _EXPERT_PASS = (
 )
 
 _STATE_MOVED = (
-    "processor time of two processes and more on two cores, and memory that was never written before. By the "
+    "processor time of two processes and more on two cores, and first writes to new memory. By the "
     "processes' own timers, one donor: its digests 0.07 s, before which nothing can be asked for; then the "
     "transfer, for which the newcomer takes 0.3 s of a core for gRPC and TLS and 0.12 for digests and "
     "copies, the donor 0.3; then 0.1 s for the check for finite numbers and the copy into place. The first "
     "write to 256 MB of memory costs 0.1 to 1.4 s here (a host under this machine has to find the pages), "
-    "less when two threads do it. Discovery takes 0.01 s, and nobody waits for a timer "
+    "less when two threads do it. Discovery takes 0.01 s, and no step waits for a timer "
     "(docs/decisions/0018)."
 )
 _STALE_FEEDBACK = (
-    "error feedback itself: what it held back while the learning rate was high is sent in the last rounds, "
-    "in which nothing is learned any more (the rate falls to 0), and the outer momentum multiplies it. The "
+    "error feedback itself: residuals from the time of a high learning rate are sent in the last rounds, "
+    "in which the model learns nothing any more (the rate falls to 0), and the outer momentum multiplies "
+    "them. The "
     "arithmetic in plain torch, without our rounds, does the same (2.034 nats/byte, here 2.021); without "
     "error feedback int2 reaches the loss sooner, see its row."
 )
@@ -73,8 +75,8 @@ _CROWD = (
     "processor time of the members beside an attacker on the same two cores. Of what a thousand identities "
     "cost a member (by `cProfile`, thread times) a quarter was the handshakes of gRPC, a quarter reports to "
     "strangers whose address is another peer's, and half their calls, two signatures each; since then "
-    "strangers that do not answer are called every 16 s, all together have a limit of connections, and "
-    "networks beyond it are turned away before the handshake (docs/decisions/0043)."
+    "strangers that do not answer are called every 16 s, all strangers together have a limit of "
+    "connections, and networks beyond it are filtered before the handshake (docs/decisions/0043)."
 )
 _MEMBERSHIP = (
     "the peers of this run compute nothing: all their processor time is that of the protocol, 0.1 s for an "
@@ -84,7 +86,8 @@ _MEMBERSHIP = (
 )
 
 _ROUND_BYTES = (
-    "bytes: by the three sizes, a round costs a member 13 ms, and each MiB of the vector 2.2 ms more. Calls, "
+    "bytes: according to the three sizes, a round costs a member 13 ms, and each MiB of the vector 2.2 ms "
+    "more. Calls, "
     "streams and wake-ups are in the 13 ms, where this code is cheaper than the earlier one (see 1 MiB); "
     "2.2 ms are gRPC, TLS, the kernel, and a pass each for codec, check, digest and copies, which are the "
     "same in both."
@@ -108,9 +111,9 @@ LIMITED_BY: dict[str, str] = {
         "by which an epoch of 1.7 s becomes longer. A member with an address would reduce instead, and the "
         "relay carry no values."
     ),
-    "attacks-bad-4-waits-for-ever": (
-        "as far as it is known, not profiled: the time until such a member is given up, 42 s of a round "
-        "(docs/decisions/0048), where rounds without it take 17 s. It is passed over for 1, 4 and then 16 "
+    "attacks-bad-4-waits-forever": (
+        "presumably, not profiled: the time until such a member is marked failed, 42 s of a round "
+        "(docs/decisions/0048), while rounds without it take 17 s. It is passed over for 1, 4 and then 16 "
         "rounds, and not all of its first three rounds are among the three epochs that are left out here."
     ),
     "attacks-empty-streams-lag": (
@@ -133,8 +136,10 @@ LIMITED_BY: dict[str, str] = {
     "allreduce-256-float16-hivemind-whole": _PROCESSOR_TIME,
     "allreduce-64-float32-bare": _TENSOR_WORK,
     "allreduce-256-float32-bare": _TENSOR_WORK,
-    "allreduce-64-float32-gloo": _TENSOR_WORK + " gloo encrypts nothing and survives nobody's death.",
-    "allreduce-256-float32-gloo": _TENSOR_WORK + " gloo encrypts nothing and survives nobody's death.",
+    "allreduce-64-float32-gloo": _TENSOR_WORK
+    + " gloo does not encrypt and does not survive the failure of a peer.",
+    "allreduce-256-float32-gloo": _TENSOR_WORK
+    + " gloo does not encrypt and does not survive the failure of a peer.",
     **{f"dht-{peers}-{row}": _DHT_TIME for peers in (8, 16) for row in ("all", "all-bulk", "far")},
     **{f"dht-{peers}-one-get": _ONE_GET for peers in (8, 16)},
     **{
@@ -150,8 +155,8 @@ LIMITED_BY: dict[str, str] = {
     "codec-3-int8-1-encode": _CODEC_CALLS,
     "codec-4-int4-1-encode": _CODEC_CALLS,
     "frozen-stall": (
-        "how long silence must last before it counts as death (LivenessConfig: about 1 s where heartbeats "
-        "are punctual, longer on a machine whose cores are overcommitted), and the repeated reduction of the "
+        "the time until a silent member is marked failed (about 1 s with punctual heartbeats, longer on a "
+        "machine with overcommitted cores), and the repeated reduction of the "
         "lost quarter."
     ),
     "start-after-import": (

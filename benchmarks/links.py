@@ -22,7 +22,7 @@ from swarm.testing.links import Link, Links, why_not
 
 CODECS = ("float32", "float16", "int8", "int4")
 AIMED = ("float32", "float16")
-TOTAL_S = 420.0  # afterwards only swarm is measured, so that the section takes at most ten minutes
+TOTAL_S = 420.0  # after this time only swarm is measured, so that the section takes at most ten minutes
 # the first rounds dial, and measure distances and link speeds
 PLAN = Plan(passes=1, rounds=3, warm_up=2)
 TCP, GLOO = "bare TCP", "gloo"

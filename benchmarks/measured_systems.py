@@ -30,7 +30,7 @@ class Round:
 
     ok: bool  # every peer has the average of all peers in every element
     reason: str = ""
-    wrong: bool = False  # the peers reported success although the result is wrong
+    wrong: bool = False  # the peers reported success, but the result is wrong
     whole_s: float = 0.0  # matchmaking included
     group_s: float | None = None  # until the last peer had its group; None: no such phase
     reduce_s: float = 0.0  # from the group to the end

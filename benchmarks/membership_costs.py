@@ -1,8 +1,8 @@
 """Costs of membership to honest peers: runs for invited peers beside open runs, in turns.
 
-Bytes are those of the loopback device, so that nothing else may use it meanwhile. The comparison does not
-resolve a hundredth. So one more invited run is profiled: what the functions of membership take of the
-processor time of all peers, and how many bytes the messages have that show a capability.
+Bytes are those of the loopback device, so nothing else may use it meanwhile. The comparison does not resolve
+1 %. Therefore one more invited run is profiled for the share of processor time in membership functions and
+the bytes of messages with a capability.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Members = Literal["open", "invited"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How much is measured."""
+    """Extent of the measurement."""
 
     peers: int = 4
     newcomers: int = 2  # one after the other

@@ -1,9 +1,8 @@
 """The processor time that the membership of a run takes in a process, by the functions of its modules.
 
-It resolves less than a hundredth, which the comparison of whole runs does not. The profiler takes
-microseconds for each call, many times what a short function takes (`Overhead`): what it takes in the
-functions that are counted, and in all that they call, is subtracted. A function that others call as well
-counts there with the calls that it makes on average.
+It resolves less than 1 %, unlike the comparison of whole runs. The profiler takes microseconds for each call,
+many times the duration of a short function. This `Overhead` is subtracted for the counted functions and all
+functions that they call. A function that others also call counts with its average number of calls.
 """
 
 from __future__ import annotations

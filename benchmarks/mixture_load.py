@@ -32,7 +32,7 @@ def module_of(row: int, column: int) -> torch.nn.Module:
 
 
 def zero_rate_sgd(parameters: Any) -> torch.optim.Optimizer:
-    """Return an optimizer that does its work and changes nothing, so that every result can be checked."""
+    """Return an optimizer that performs its work with rate 0, so that every result can be checked."""
     return torch.optim.SGD(parameters, lr=0.0)
 
 

@@ -1,6 +1,6 @@
 """The task `paced-bytelm`: the language model of `bytelm` with a minimum duration of each step.
 
-Several peers of one machine then do not compete for its cores, and the death of one does not speed up the
+Several peers of one machine then do not compete for its cores, and the failure of one does not speed up the
 others. The task is installed by an entry point, as that of any package: in a folder on the path of the
 processes that use it.
 """

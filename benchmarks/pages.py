@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.charts import Bar, bars
+from benchmarks.charts import Bar, Curve, bars, curves
 from benchmarks.limiting_factors import LIMITED_BY
 from benchmarks.report import NOTHING, ORDER, bound, figure, ratio, replace_file
 
@@ -45,6 +45,10 @@ TITLES = {
     ),
     "speeds": ("Different speeds", "Peers of different speeds in one swarm."),
     "convergence": ("Convergence", "Loss reached and bytes sent, for every mode and codec."),
+    "untrained": (
+        "Untrained models",
+        "Loss and bytes from an untrained start, AdamW and Muon; four peers of one process, three seeds.",
+    ),
     "churn": ("Churn", "Training while peers are killed and started."),
     "codec": ("Codecs", "Encoding and decoding speed."),
     "cuda": ("CUDA", "A peer with a GPU."),
@@ -62,6 +66,14 @@ TITLES = {
         "Rounds without faults, and runs of two to ten peers, beside the code before membership.",
     ),
     "hostile": ("Hostile peers", "Loss under attack, and the cost of robust aggregation."),
+}
+
+# sections whose chart has curves: what their axes show
+_CURVES = {
+    "untrained": (
+        "bytes that one peer sends per parameter (logarithmic scale); it receives as many",
+        "held-out loss in nats per byte over the traffic, mean of the seeds",
+    )
 }
 
 _METHOD = """
@@ -123,7 +135,8 @@ def section_page(name: str, records: Mapping[str, Record], runs: Mapping[str, An
     title, what = TITLES[name]
     lines = [f"# {title}", "", what, ""]
     if charted:
-        lines += [f"![{title}: how many times better than the peer]({name}.svg)", ""]
+        drawn = _CURVES.get(name, ("", "how many times better than the peer"))[1]
+        lines += [f"![{title}: {drawn}]({name}.svg)", ""]
     rows = [
         [
             record["workload"],
@@ -167,6 +180,17 @@ def chart_of(name: str, records: Mapping[str, Record]) -> str:
     """Return a chart of the rows that have a ratio, in which longer is better for swarm; "" when there is
     none.
     """
+    if name in _CURVES:
+        drawn = [
+            Curve(
+                record["series"][0]["name"],
+                record["curve"],
+                dashed=record["series"][0]["name"].startswith("Muon"),
+            )
+            for record in records.values()
+            if record.get("curve")
+        ]
+        return curves(TITLES[name][0], _CURVES[name], drawn) if drawn else ""
     found = []
     for record in records.values():
         if record["ratio"]:

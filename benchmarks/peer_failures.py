@@ -1,4 +1,6 @@
-"""A round of four peers in which one fails: the delay of the others, and how much they still average."""
+"""A round of four peers in which one fails: the delay of the others, and the share of the vector that they
+still average.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,7 @@ class FailureResults(Failures):
 
 
 class FailingWorkers(Workers):
-    """Workers of which one fails in the middle of a round. The launch is of no use afterwards."""
+    """Workers of which one fails in the middle of a round. The launch cannot be used afterwards."""
 
     def fail_one(self, usual_s: float, grouped_s: float, fault: signal.Signals) -> tuple[float, float, str]:
         """Run one round in which a peer fails.

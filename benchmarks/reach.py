@@ -1,9 +1,9 @@
-"""Peers that nobody can call, in network namespaces: until they are reached, what their calls cost, and what
-the loss of a relay does.
+"""Peers that cannot be called directly, in network namespaces: time until they can be reached, cost of calls,
+and effect of losing a relay.
 
-The small internet is that of the tests (`tests/chaos/namespaces.py`): routers that translate addresses, made
-of namespaces and nftables, so it needs root. Its links have no delay, and all ends share this machine's
-cores: times leave out round trips, and rates are bounded by processor time.
+The emulated internet is that of the tests (`tests/chaos/namespaces.py`): routers with NAT, made of namespaces
+and nftables, which needs root. Its links have no delay but where a row says so, and all ends share this
+machine's cores: times leave out round trips, and rates are bounded by processor time.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from tests.chaos.reach_peers import CROWD, entry_point
 
 Say = Callable[[str], None]
 
-_RELAY_MBIT = 100_000.0  # the processor is to be the limit
+_RELAY_MBIT = 100_000.0  # so high that the processor is the limit
 _CALLS = 30  # on one connection
 _IDLE_S = 15.0
+_TRAINED_S, _FETCHED_BYTES_PER_S = 8.0, 5e6
 _WAIT_S = 90.0
 _CROWD_S = 180.0
+ROUND_TRIPS_MS = {50: 1.0, 200: 2.0}  # with the seconds within which a hole is to be punched
 CROWD_PEERS, CROWD_MBIT, CROWD_BYTES = 20, 50, 1_000_000
 
 
@@ -98,6 +100,12 @@ FIGURES = {
         unit="ms/MB",
         most=15.0,
     ),
+    "trainer": Figure(
+        workload="a peer behind a router trains, and another one fetches 5 MB/s of it through a relay",
+        quantity="training steps a second, fewer than without the fetch",
+        unit="%",
+        most=3.0,
+    ),
     "killed": Figure(
         workload=_LOST,
         quantity="it is killed: until the next call is answered, the slowest of three",
@@ -108,6 +116,23 @@ FIGURES = {
         quantity="its cable is cut: until the next call is answered, the slowest of three",
         most=5.0,
     ),
+    **{
+        f"{name}-{milliseconds}": Figure(
+            workload=f"{_CALL}, {milliseconds} ms of round trip between any two networks",
+            quantity=quantity,
+            most=most,
+        )
+        for milliseconds, punched_s in ROUND_TRIPS_MS.items()
+        for name, quantity, most in (
+            # three round trips of the way over the relay, which is twice as long
+            ("first-relayed", "first call, through a relay", 0.15 + 6e-3 * milliseconds),
+            (
+                "punched",
+                "from the relayed connection until a direct one stands; routers keep ports",
+                punched_s,
+            ),
+        )
+    },
     "crowd": Figure(
         workload=_CROWD,
         quantity="per cent of the relay's link",
@@ -130,15 +155,27 @@ class Plan:
     mebibytes: int = 64
     passes: int = 3
     lost: bool = True
+    far: bool = True
+    trainer: bool = True
     crowd: bool = True
     training: bool = True
 
 
-QUICK = Plan(relayed=2, punched=0, mebibytes=8, passes=1, lost=False, crowd=False, training=False)
+QUICK = Plan(
+    relayed=2,
+    punched=0,
+    mebibytes=8,
+    passes=1,
+    lost=False,
+    far=False,
+    trainer=False,
+    crowd=False,
+    training=False,
+)
 
 
 class SceneFailed(Exception):
-    """A peer ended, or did not do in time what was waited for."""
+    """A peer ended, or an expected event did not occur in time."""
 
 
 @dataclass(slots=True)
@@ -162,7 +199,7 @@ class Samples(Failures):
                 peer=None,
                 aim=figure.aim,
                 limit="round trips are not in it, since links have no delay here"
-                if figure.unit == "s"
+                if figure.unit == "s" and "of round trip" not in figure.workload
                 else "",
             )
             for name, figure in FIGURES.items()
@@ -182,12 +219,14 @@ def rows(say: Say, plan: Plan | None = None) -> Iterator[list[Row]]:
     plan = plan or Plan()
     samples = Samples()
     measures: list[Callable[[Say, Plan, Samples], None]] = [_calls]
+    if plan.far:
+        measures.append(_far_calls)
     if plan.crowd:
         measures.append(_crowd)
     for measure in measures:
         try:
             measure(say, plan, samples)
-        except (AssertionError, SceneFailed) as failure:  # of the tests' helpers: what did not come in time
+        except (AssertionError, SceneFailed) as failure:  # raised by the tests' helpers after a timeout
             samples.launches_failed += 1
             samples.fail(str(failure).partition("; last events")[0])
             say(f"reach: {failure}")
@@ -224,9 +263,9 @@ class Peer:
             internet.public(name)
         else:
             internet.behind_router(name, kind)
-        told = {"listen": "0.0.0.0:4000", "bootstrap": list(bootstrap), "relay_mbit": relay_mbit}
+        settings = {"listen": "0.0.0.0:4000", "bootstrap": list(bootstrap), "relay_mbit": relay_mbit}
         self.name = name
-        self.process = internet.start(name, "-m", "benchmarks.workers.reach_peer", json.dumps(told))
+        self.process = internet.start(name, "-m", "benchmarks.workers.reach_peer", json.dumps(settings))
 
     def reached(self, how: str, ways: int = 1) -> dict[str, Any]:
         """Wait until it is reached like this, and return the event that said so."""
@@ -244,16 +283,16 @@ class Peer:
         return found
 
     def order(self, answer: str, **order: Any) -> dict[str, Any]:
-        """Let it do something, and return how that has ended. Raises SceneFailed when it went wrong."""
+        """Send it an order, and return the result. Raises SceneFailed if the order failed."""
         self.tell(**order)
         return self.answer(answer)
 
     def tell(self, **order: Any) -> None:
-        """Let it do something."""
+        """Send it an order."""
         self.process.tell(json.dumps(order))
 
     def answer(self, answer: str) -> dict[str, Any]:
-        """Return how that has ended. Raises SceneFailed when it went wrong."""
+        """Return the result of an order. Raises SceneFailed if the order failed."""
         event = self.process.wait(
             answer, lambda event: event["event"] == answer and not event.get("seen"), 2 * _WAIT_S
         )
@@ -310,6 +349,8 @@ def _calls(say: Say, plan: Plan, samples: Samples) -> None:
             for way, (caller, contact) in pairs.items():
                 rate = _bulk(samples, way, caller, ends[way], contact, plan.mebibytes, list(relays.values()))
                 say(f"reach: pass {number + 1}: {way} {rate:.1f} MB/s")
+        if plan.trainer:
+            samples.add("trainer", *(_slowdown_percent(*relayed[:2]) for _ in range(plan.passes)))
         if plan.lost:
             _lose(say, internet, samples, relays, relayed)
 
@@ -334,7 +375,7 @@ def _start(
 
 
 def _idle_percent(relayed: Sequence[Peer], opened: Peer) -> list[float]:
-    """Return how much of a core each peer takes while nothing is asked of it, beyond what `opened` takes."""
+    """Return the share of a core that each idle peer uses, beyond that of `opened`."""
     before = [peer.processor_s() for peer in (opened, *relayed)]
     time.sleep(_IDLE_S)
     spent_s = [peer.processor_s() - old for peer, old in zip((opened, *relayed), before, strict=True)]
@@ -345,21 +386,44 @@ def _ring(peers: Sequence[Peer]) -> list[tuple[Peer, Peer]]:
     return list(zip(peers, [*peers[1:], *peers[:1]], strict=True))
 
 
-def _first_calls(samples: Samples, relayed: Sequence[Peer], punched: Sequence[Peer]) -> None:
-    """Let every peer call the next one for the first time, and wait until holes are punched."""
+def _far_calls(say: Say, plan: Plan, samples: Samples) -> None:
+    """Measure the first calls of peers that are far from each other and from their relay."""
+    for milliseconds in ROUND_TRIPS_MS:
+        with Internet(round_trip_s=1e-3 * milliseconds) as internet:
+            relay = Peer(internet, "r", None, (), relay_mbit=_RELAY_MBIT)
+            entry = [_line(relay.contact("direct"))]
+            kinds: dict[str, RouterKind] = {"s": "symmetric", "p": "preserving"}
+            relayed, punched = (
+                [Peer(internet, f"{name}{number}", kind, entry) for number in range(3)]
+                for name, kind in kinds.items()
+            )
+            for peer in (*relayed, *punched):
+                peer.reached("relayed")
+            say(f"reach: round trips of {milliseconds} ms")
+            _first_calls(samples, relayed, punched, f"-{milliseconds}")
+
+
+def _first_calls(
+    samples: Samples, relayed: Sequence[Peer], punched: Sequence[Peer], suffix: str = ""
+) -> None:
+    """Let every peer call the next one for the first time, and wait until holes are punched. `suffix`: of the
+    figures' names.
+    """
     for caller, callee in _ring(relayed)[: max(len(relayed) - 1, 1)]:
-        samples.add("first-relayed", *caller.call(_now(callee)))
+        samples.add(f"first-relayed{suffix}", *caller.call(_now(callee)))
     for caller, callee in _ring(punched)[: max(len(punched) - 1, 1)] if punched else ():
         contact = _now(callee)
         called = caller.order("called", do="call", contact=contact, count=1)
-        direct = _punched(caller, contact[0])
-        samples.add("punched", direct["at_s"] - (called["at_s"] - sum(called["seconds"])))
+        begin_s = called["at_s"] - sum(called["seconds"])
+        if suffix:
+            begin_s = _connected(caller, contact[0], "circuit")["at_s"]
+        samples.add(f"punched{suffix}", _connected(caller, contact[0], "punched")["at_s"] - begin_s)
 
 
-def _punched(caller: Peer, peer_id: str) -> dict[str, Any]:
-    """Wait until a peer has a direct connection to another one, and return the event that said so."""
+def _connected(caller: Peer, peer_id: str, how: str) -> dict[str, Any]:
+    """Wait until a peer has a connection to another one like this, and return the event that said so."""
     return caller.process.wait(
-        "hole", lambda event: event["event"] == "punched" and peer_id.endswith(event["peer"]), _WAIT_S
+        how, lambda event: event["event"] == how and peer_id.endswith(event["peer"]), _WAIT_S
     )
 
 
@@ -384,6 +448,22 @@ def _bulk(
     if way == "relayed":
         samples.add("processor-relay", sum(spent_ms[2:]))
     return rate
+
+
+def _slowdown_percent(trainer: Peer, other: Peer) -> float:
+    """Let a peer train, without and with another one that fetches of it, and return how much slower it is."""
+
+    def pace() -> float:
+        return float(trainer.order("trained", do="train", seconds=_TRAINED_S)["steps_per_s"])
+
+    contact = _now(trainer)
+    alone = pace()
+    mebibytes = int(_FETCHED_BYTES_PER_S * (_TRAINED_S + 2.0)) >> 20
+    other.tell(do="fetch", contact=contact, mebibytes=mebibytes, bytes_per_s=_FETCHED_BYTES_PER_S)
+    time.sleep(1.0)
+    beside = pace()
+    other.answer("fetched")
+    return 100.0 * (1.0 - beside / alone)
 
 
 def _lose(
@@ -430,7 +510,7 @@ def _recovered_s(say: Say, what: str, peers: Sequence[Peer]) -> float:
 
 
 def _now(peer: Peer) -> list[str]:
-    """Return how a peer said last that it is reached."""
+    """Return the reach that a peer reported last."""
     last = [event for event in peer.process.events if event["event"] == "reach"][-1]
     return list(last["contact"])
 

@@ -1,7 +1,7 @@
 """Volunteers behind routers beside the same volunteers with open ports: samples a second of the whole run.
 
-The commands of a user in network namespaces, with nothing but the printed lines: `swarm bootstrap` on a
-public host, `swarm start` and two `swarm join`. A training step takes the same time on each
+A user's commands in network namespaces, controlled only by their printed lines: `swarm bootstrap` on a public
+host, `swarm start` and two `swarm join`. A training step takes the same time on each
 (`benchmarks.paced_task`).
 """
 
@@ -24,7 +24,7 @@ from tests.chaos.namespaces import Internet, Process, RouterKind
 from tests.chaos.reach_peers import entry_point
 
 SHARE_MIN = 0.9
-# how all three are connected; None: with open ports
+# connection of all three; None: with open ports
 WAYS: dict[str, RouterKind | None] = {"open": None, "punched": "preserving", "relayed": "symmetric"}
 WORDS = {
     "punched": "routers that keep ports: holes are punched",
@@ -73,7 +73,7 @@ def rows(say: Say, passes: int = PASSES) -> list[Row]:
             for way, kind in WAYS.items():
                 try:
                     paces[way].samples.append(_samples_per_s(folder, kind))
-                except AssertionError as failure:  # of the tests' helpers: what did not come in time
+                except AssertionError as failure:  # raised by the tests' helpers after a timeout
                     paces[way].launches_failed += 1
                     paces[way].fail(str(failure).partition("; last events")[0])
                     say(f"reach, training, {way}: {failure}")

@@ -58,6 +58,7 @@ def as_record(row: Row, run: str) -> dict[str, Any]:
         "limit": row.limit,
         "notes": [without_paths(note) for note in row.notes],
         "series": [_series_record(series) for series in (row.ours, row.peer) if series is not None],
+        **({"curve": [[float(f"{x:.4g}"), float(f"{y:.4g}")] for x, y in row.curve]} if row.curve else {}),
     }
 
 
@@ -65,7 +66,7 @@ _PATH = re.compile(r"(?<![\w.])(?:/[\w.+-]+){2,}(?=/)")
 
 
 def without_paths(text: str) -> str:
-    """Leave out where a file lies on this machine: `…/queue.py` remains of an absolute path."""
+    """Replace absolute paths by the file's name: `…/queue.py`."""
     return _PATH.sub("…", text)
 
 
@@ -125,6 +126,7 @@ ORDER = (
         "slowdown",
         "speeds",
         "convergence",
+        "untrained",
         "churn",
         "codec",
         "cuda",
@@ -157,7 +159,7 @@ def save(book: Mapping[str, Any], path: Path) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a whole file atomically, so that it never holds half of the text."""
+    """Write a file atomically, so that it is never incomplete."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)

@@ -31,7 +31,7 @@ class Series:
 
 @dataclass(slots=True, kw_only=True)
 class Failures:
-    """The failures while one system is measured. What measures adds its samples; fields as in `Series`."""
+    """The failures while one system is measured. The fields are those of `Series`; subclasses add samples."""
 
     failed: int = 0
     wrong: int = 0
@@ -39,7 +39,7 @@ class Failures:
     reasons: list[str] = field(default_factory=list)
 
     def fail(self, reason: str) -> None:
-        """Note why something failed. The caller counts it."""
+        """Record the reason of a failure. The caller counts it."""
         if reason not in self.reasons:
             self.reasons.append(reason)
 
@@ -85,6 +85,8 @@ class Row:
     shown: Literal["peer / ours", "ours / peer"] | None = None  # which ratio is shown; None: that of the aim
     limit: str = ""  # the physical limit
     notes: tuple[str, ...] = field(default=())
+    # points of a chart with curves: (bytes per parameter, loss)
+    curve: tuple[tuple[float, float], ...] = ()
 
     @property
     def ratio_kind(self) -> str | None:

@@ -18,12 +18,14 @@ from benchmarks import (
     cuda,
     cuts,
     dht,
+    expert_grids,
     experts,
     group_formation,
     half_killed,
     hostile,
     joining,
     links,
+    low_rank,
     membership_costs,
     mixtures,
     peer_failures,
@@ -42,6 +44,7 @@ from benchmarks import (
     small_runs,
     trainer_costs,
     unequal_speeds,
+    untrained,
 )
 from benchmarks import state as states
 from benchmarks.allreduce import Setting
@@ -83,6 +86,12 @@ def _dht(request: Request) -> Rows:
         yield dht.rows(request.setting, peers=peers)
 
 
+def _experts(request: Request) -> Rows:
+    for name, rows in _EXPERTS.items():
+        if not request.figures or name in request.figures:
+            yield rows(request.setting)
+
+
 def _simulated(request: Request) -> Rows:
     say = request.setting.say
     if not request.figures:
@@ -110,6 +119,19 @@ def _once(rows: Callable[[Request], list[Row]]) -> Callable[[Request], Rows]:
     return measured
 
 
+# parts that may be measured without the others
+_EXPERTS: dict[str, Callable[[Setting], list[Row]]] = {
+    "calls": experts.rows,
+    "mixture": mixtures.rows,
+    "many-experts": lambda setting: [
+        *expert_grids.mixtures(setting, "nop"),
+        *expert_grids.mixtures(setting, "ffn"),
+    ],
+    "pipeline": lambda setting: [expert_grids.pipeline(setting)],
+    "memory": lambda setting: [expert_grids.memory(setting)],
+    "low-rank": low_rank.rows,
+}
+
 SECTIONS = {
     "allreduce": Section(rows=_allreduce, compared=True),
     "links": Section(rows=lambda request: links.rows(request.setting), compared=True),
@@ -124,10 +146,7 @@ SECTIONS = {
     "joining": Section(rows=lambda request: joining.rows(request.setting.say)),
     "reach": Section(rows=lambda request: reach.rows(request.setting.say), check=reach.check),
     "dht": Section(rows=_dht, compared=True),
-    "experts": Section(
-        rows=_once(lambda request: [*experts.rows(request.setting), *mixtures.rows(request.setting)]),
-        compared=True,
-    ),
+    "experts": Section(rows=_experts, compared=True, figures=list(_EXPERTS)),
     "simulated": Section(rows=_simulated, figures=simulated_dht.figures(simulated_dht.Plan())),
     "grid": Section(rows=lambda request: simulated_training.rows(request.setting.say)),
     "electors": Section(rows=lambda request: simulated_growth.rows(request.setting.say)),
@@ -158,6 +177,7 @@ SECTIONS = {
     ),
     "slow-peers": Section(rows=_once(lambda request: slow_peers.rows(request.setting.say))),
     "convergence": Section(rows=lambda request: convergence.rows(request.setting.say, request.folder)),
+    "untrained": Section(rows=lambda request: untrained.rows(request.setting.say, request.folder)),
     "churn": Section(rows=_once(lambda request: churn.rows(request.setting.say))),
     "cuda": Section(rows=lambda request: cuda.rows(request.setting.say), check=cuda.check),
 }

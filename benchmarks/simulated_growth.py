@@ -1,5 +1,5 @@
-"""A thousand free identities in an open run: how many of them become electors in an hour, and when they could
-decide. Virtual time, so the figures are the same on every machine.
+"""A thousand free identities in an open run: how many become electors in an hour, and when they could decide.
+In virtual time, so the figures are equal on every machine.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Training in simulated swarms larger than a group: how equal the models stay, and what averaging through
-the grid costs a peer.
+"""Training in simulated swarms larger than a group: the distances between the models, and a peer's costs of
+averaging through the grid.
 
-The production matchmaking, the seats of the electors and the questions for certificates run on virtual time
+The production matchmaking, the seats of the electors and the requests for certificates run on virtual time
 (`swarm.testing.grid_training`), so figures are the same on every machine. A model is four numbers: bytes are
-those of the protocol, and the averaged values come on top, as in `rounds` all-reduces of a group.
+those of the protocol, without the averaged values, which cost as much as `rounds` all-reduces of a group.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _rows(figures: TrainingFigures) -> list[Row]:
     notes = (
         f"{figures.rounds} rounds an epoch, then one of {figures.electors} electors; the distance before the "
         f"state rounds: {before}",
-        f"the busiest peer sends {max(figures.messages_most)} messages in an epoch; rounds that went on "
+        f"the busiest peer sends {max(figures.messages_most)} messages in an epoch; rounds that continued "
         f"without a peer of their cell: {figures.rounds_missed}; downloads of peers that missed the first "
         f"round of an epoch: {figures.downloads}",
     )

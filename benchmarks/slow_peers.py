@@ -1,5 +1,4 @@
-"""Two fast peers and one of a small part of their speed: what the slow one contributes, and what it costs the
-others.
+"""Two fast peers and a much slower one: the contribution of the slow peer, and its cost to the others.
 
 The three nodes are in this process. A training step is a pause, so that the machine's cores do not matter. A
 peer's speed is what it computes between its calls of `Optimizer.step`. The slow peer picks the samples of a
@@ -42,7 +41,8 @@ class Work:
     computed_s: float = 0.0
     in_step_s: float = 0.0
     computed: int = 0  # samples
-    trained: int = 0  # the same, without those that are still accumulated and with those that were at first
+    # computed samples, without those accumulated at the end and with those accumulated at the beginning
+    trained: int = 0
     contributed: int = 0
     dropped: int = 0
     epochs: int = 0

@@ -1,6 +1,6 @@
 """How much averaging in the background slows down training steps.
 
-A trainer averages with a partner that hardly computes, and a processor core is idle.
+A trainer averages with a partner that hardly computes, while one processor core is idle.
 """
 
 from __future__ import annotations

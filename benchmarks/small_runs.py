@@ -33,7 +33,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """An end or a beginning of a peer during the window; `begin` starts a new one in its place."""
+    """An end or a start of a peer during the window; `begin` starts a new peer in its place."""
 
     at_s: float
     peer: int
@@ -42,7 +42,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallRun:
-    """One run: how many peers begin, and what happens to them."""
+    """One run: its number of peers, and the changes during it."""
 
     name: str
     title: str
@@ -197,7 +197,7 @@ class _Peers(Launch):
         one = peers[change.peer]
         if one is None:
             if not any(peers):
-                self._generation += 1  # nobody is there to be found
+                self._generation += 1  # no peer is left to be found
             founds = not any(peers)
             peers[change.peer] = self.add(self._configuration(founds=founds))
             return

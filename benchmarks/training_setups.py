@@ -47,7 +47,8 @@ class TrainingSetup:
 # docs/decisions/0017
 OUTER = Diloco()
 CAUTIOUS = Diloco(outer_lr=0.8, momentum=0.4)
-# For codecs whose error feedback holds most of every round back (arXiv 2508.15706): momentum would overshoot
+# for codecs whose error feedback withholds most of every round (arXiv 2508.15706), where momentum would
+# overshoot
 MEAN = Diloco(outer_lr=1.0, momentum=0.0)
 SYNCHRONOUS = TrainingSetup(name="synchronous float32", mode=Gradients(), local_steps=1, seeds=SEEDS)
 _HEADLINES = (

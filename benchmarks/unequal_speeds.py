@@ -1,7 +1,7 @@
 """Peers of speed 1, ½ and ¼ in one run: the share of the sum of their speeds that goes into committed rounds.
 
 The three nodes are in this process. A training step is a pause, so that the machine's cores do not matter. A
-peer's speed is what it computes between its calls of `Optimizer.step`; all time spent in there is lost.
+peer's speed is what it computes between its calls of `Optimizer.step`; all time inside `step` is lost.
 """
 
 from __future__ import annotations

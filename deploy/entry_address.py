@@ -1,5 +1,5 @@
-"""Print the address of an entry point from the JSON lines of `swarm bootstrap --json`; exit with 1 while it
-has none.
+"""Print the address of an entry point from the JSON lines of `swarm bootstrap --json`. Exit with 1 while
+there is none.
 
 python entry_address.py FILE [HOST]        HOST replaces the address's own
 """

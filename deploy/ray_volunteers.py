@@ -1,8 +1,8 @@
-"""Volunteers on a Ray cluster, each an actor that Ray starts again when its machine or process is lost.
+"""Volunteers on a Ray cluster. Each is an actor that Ray restarts when its machine or process is lost.
 
     python deploy/ray_volunteers.py --count 4 --gpus 1 -- ADDRESS --run cluster
 
-What follows `--` are arguments of `swarm join`.
+Arguments after `--` are those of `swarm join`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import ray
 
 
-@ray.remote(max_restarts=-1, max_task_retries=-1)  # a lost actor is made again, and its call is repeated
+@ray.remote(max_restarts=-1, max_task_retries=-1)  # a lost actor is recreated, and its call is repeated
 class Volunteer:
     """One process of `swarm join`, which ends together with this actor."""
 
@@ -24,7 +24,7 @@ class Volunteer:
         """Train until the run ends. Return the last events of each kind, by kind."""
         process = subprocess.Popen(
             [sys.executable, "-m", "swarm.cli", "join", *arguments, *OPTIONS],
-            stdin=subprocess.PIPE,  # its end is the end of this actor
+            stdin=subprocess.PIPE,  # the child ends when this pipe closes with the actor
             stdout=subprocess.PIPE,
             text=True,
         )

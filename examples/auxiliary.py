@@ -1,4 +1,4 @@
-"""Help the trainers of `examples/train.py` with a machine that trains nothing: reduce for them.
+"""Help the trainers of `examples/train.py` with a machine that does not train: it reduces for them.
 
 In one terminal:    python examples/train.py
 In another:         python examples/train.py ADDRESS          (the address that the first one prints)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from averaging.optim.process_group import ProcessGroupOptimizer
     from averaging.reduction.lowrank import PowerSgd
     from averaging.reduction.robust import Aggregation
+    from moe.classes.low_rank import ActivationSubspace
     from moe.client.downloading import DownloadedExpert
     from moe.client.finding import FoundExpert, FoundReplica, find_experts
     from moe.client.local import LocalMixtureOfExperts, LocalSequential, LocalSwitchMixtureOfExperts
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "ActivationSubspace": "moe.classes.low_rank",
     "Address": "swarm.core.ids",
     "Aggregation": "averaging.reduction.robust",
     "AuxiliaryPeer": "averaging.optim.auxiliary",
@@ -136,6 +138,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "ActivationSubspace",
     "Address",
     "Aggregation",
     "AuxiliaryPeer",

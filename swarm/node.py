@@ -51,14 +51,14 @@ from swarm.runtime.thread import TURN_S_MAX, NetworkThread
 
 _logger = logging.getLogger(__name__)
 
-# The constructor waits at most this long for the first bootstrap peer; joining goes on in the background.
+# The constructor waits at most this long for the first bootstrap peer; joining continues in the background.
 _FIRST_JOIN_S = 0.2
 _BOOK_ENTRIES_MAX = 1000  # 200 bytes each, written as one file
 _HOUSEKEEPING_S = 30.0  # interval at which the peer book is saved and unused connections are closed
 _CALLBACKS_S_MAX = 1.0
 _CLOSE_S_MAX = 1.8
 _RELAYS_S_MAX, _THROUGHPUT_S_MAX = 20.0, 25.0
-# the widest network that a node of a preset takes itself to be in
+# the widest network that a node of each preset assumes
 _WIDEST: dict[Preset, Scope] = {"local": Scope.MACHINE, "lan": Scope.SITE, "wan": Scope.INTERNET}
 ServiceT = TypeVar("ServiceT")
 CallbackT = TypeVar("CallbackT", bound=Callable[[], object])
@@ -75,10 +75,10 @@ class NodeConfig:
     name: str = ""
     # Addresses to announce instead of this machine's: host, host:port or multiaddr; for a forwarded port.
     announce: tuple[str, ...] = ()
-    # Caps for tensors and other bulk data; too small: rounds wait for this peer.
+    # Limits of tensors and other bulk data; if they are too small, rounds wait for this peer.
     bandwidth: Bandwidth = field(default_factory=Bandwidth)
-    # Relay calls to peers that nobody can call, at most at this rate in Mbit/s, on the TCP port after that of
-    # `listen`; 0: none. Only where others can call this machine.
+    # Relay calls to peers that nobody can call directly, at most at this rate in Mbit/s, on the TCP port
+    # after that of `listen`; 0: none. It works only if others can call this machine.
     relay_mbit: float = 0.0
 
 
@@ -86,13 +86,16 @@ class Node:
     """This process as a peer: identity, server, connections, DHT, peer book. A context manager; `close()`
     takes under two seconds.
 
-    - `bootstrap`: addresses that end in /p2p/<PeerID> (or Contacts), which need not be reachable; or an
-      invite (swarm1…) to a run, and then this peer calls and answers members of that run only.
-    - `listen`: host:port, port 0 for a free one; None: no peer can connect to this one.
-    - `identity`: a file that is created when missing, an Identity, or None for a new one that lives as long
-      as the node.
+    Args:
+        bootstrap: Addresses that end in /p2p/<PeerID> (or Contacts), which need not be reachable; or an
+            invite (swarm1…) to a run. With an invite this peer calls and answers members of that run only.
+        listen: host:port, port 0 for a free one; None: no peer can connect to this one.
+        identity: A file, which is created when missing, or an Identity; None: a new one that lives as long as
+            the node.
+        config: Preset, name, addresses to announce, bandwidth and relaying; None: the defaults.
 
-    Raises UsageError when an argument is wrong, the port is taken, or another process uses the identity file.
+    Raises:
+        UsageError: When an argument is wrong, the port is taken, or another process uses the identity file.
     """
 
     def __init__(
@@ -118,7 +121,7 @@ class Node:
         self.peer_id: PeerId = self.identity.peer_id
         self.contact = Contact(self.peer_id)
         self.clock = SystemClock()
-        # None: not in an invited run; anybody is answered
+        # None: not in an invited run, so that everybody is answered
         self.membership: RunMembership | None = None
         if entrance.invite is not None:
             entry_points = [one.peer_id for one in entrance.contacts]
@@ -206,7 +209,7 @@ class Node:
         self._reaching = self._reach_through_relays()
         self.rendezvous = Rendezvous(self._libp2p, lambda: self.contact)
         self.at_announced(self.rendezvous.on_announced)
-        # without bootstrap peers all contacts are of the peer book
+        # without bootstrap peers all contacts come from the peer book
         join = functools.partial(service.join, remembered=not bootstrap)
         self._joining = Joining(bootstrap, self.introductions, self.book, join, self.timings)
         self.supervisor.spawn("joining the swarm", self._joining.run, restart=True)
@@ -225,45 +228,44 @@ class Node:
 
     @property
     def server(self) -> Address | None:
-        """Return where this node's server listens, maybe at a wildcard; None: it accepts no calls."""
+        """Return where this node's server listens, possibly a wildcard address; None: it accepts no calls."""
         return Address(*self._listen_address) if self._listen_address is not None else None
 
     @property
     def agent(self) -> str:
-        """Return the software of this peer, as it is announced to others."""
+        """Return the name and version of this peer's software, as announced to others."""
         return f"swarm/{swarm.__version__}"
 
     @property
     def reach(self) -> NodeReach:
-        """Return "direct" when others can call this peer, as far as it knows; "relayed" when they can through
-        relays, and "hidden" when they have tried in vain; "unknown" until one has tried; "none" for a peer
-        that does not listen.
+        """Return how others can call this peer, as far as it knows: "direct", "relayed" (through relays),
+        "hidden" (they have tried in vain), "unknown" (nobody has tried yet), or "none" (it does not listen).
         """
         return self._announcing.reach
 
     def relays(self) -> list[RelayView]:
-        """Ping the relays that this node knows, and return them: those first at which it has a reservation,
-        then the nearest. Takes a few seconds, because libp2p is loaded for it.
+        """Ping the relays that this node knows, and return them: first those with a reservation of this node,
+        then the nearest. Takes a few seconds, because it loads libp2p.
         """
         return self.network.run(self._reaching.relays(), _RELAYS_S_MAX)
 
     def nat(self, relays: Sequence[RelayView]) -> NatKind:
-        """Return what the router of this machine does with ports, by what these relays see of it."""
+        """Return how the router of this machine maps ports, as observed by these relays."""
         return self._reaching.nat(relays)
 
     def throughput(self, contact: Contact) -> Throughput:
-        """Measure how fast bytes go to a peer and come from it, with 1 MiB each way; at most 20 s. Raises
+        """Measure the throughput to a peer and from it, with 1 MiB each way; takes at most 20 s. Raises
         SwarmError when the peer cannot be reached, or refuses.
         """
         return self.network.run(throughput(self.channels, contact), _THROUGHPUT_S_MAX)
 
     @property
     def bandwidth(self) -> Bandwidth:
-        """Return the caps that hold now: those of the configuration until `set_bandwidth`."""
+        """Return the current limits: those of the configuration until `set_bandwidth`."""
         return self._throttle.bandwidth
 
     def set_bandwidth(self, bandwidth: Bandwidth) -> None:
-        """Cap what passes from now on. Call it on any thread."""
+        """Limit the bandwidth from now on. May be called on any thread."""
         self.network.loop.call_soon_threadsafe(self._throttle.set_bandwidth, bandwidth)
 
     @property
@@ -273,8 +275,8 @@ class Node:
 
     def tell_reach(self, listener: Callable[[str], None]) -> None:
         """Call `listener` on the network thread with a sentence that says how others reach this peer, as soon
-        as it is known and whenever it changes. It is not called on loopback, and with addresses that were
-        given.
+        as this is known and whenever it changes. `listener` is not called on loopback, or if the user gave
+        the addresses to announce.
         """
         self.network.loop.call_soon_threadsafe(self._announcing.tell, listener)
 
@@ -283,14 +285,14 @@ class Node:
         return self._closed
 
     def peers(self) -> list[KnownPeer]:
-        """Return the peer book's entries: contact, last seen, round-trip time; the peer seen last first."""
+        """Return the peer book's entries (contact, last seen, round-trip time), most recently seen first."""
         return self.book.known()
 
     @property
     def entry(self) -> str:
-        """Return the text by which another peer can join: in an invited run the invite by which this peer
-        joined, with this peer's address first, for as long as it has uses left; elsewhere the first of
-        `entries`. Empty when there is none, or the invite is for this PeerID alone.
+        """Return the text with which another peer can join. In an invited run it is the invite of this peer,
+        with this peer's address first, as long as it has uses left. Otherwise it is the first of `entries`.
+        Empty if there is none, or if the invite is for this PeerID only.
         """
         if self.membership is None:
             return next(iter(self.entries), "")
@@ -301,8 +303,8 @@ class Node:
 
     @property
     def entries(self) -> list[str]:
-        """Multiaddrs by which another peer can enter the swarm: this peer's own, or, where no peer can
-        connect to it, those of the peers by which it has entered.
+        """Multiaddrs with which another peer can enter the swarm: this peer's own or, if no peer can connect
+        to it, those of the peers through which it entered.
         """
         if self.addresses:
             return self.addresses
@@ -311,7 +313,7 @@ class Node:
 
     @property
     def introducers(self) -> tuple[PeerId, ...]:
-        """Return the peers that the user named to enter the swarm, by addresses or an invite, in order."""
+        """Return the peers that the user gave as entry points, as addresses or in an invite, in order."""
         return tuple(one.peer_id for one in self._entrance.contacts if one.peer_id != self.peer_id)
 
     def wait_joined(self, timeout_s: float) -> bool:
@@ -322,8 +324,8 @@ class Node:
 
     @property
     def join_failures(self) -> list[str]:
-        """Return one sentence for each peer that did not answer when it was last asked, and one if an
-        address that was given names this peer itself.
+        """Return one sentence for each peer that did not answer when it was last asked, and one if a given
+        address names this peer itself.
         """
         failures = list(self._joining.failures.values())
         named = {one.peer_id for one in self._entrance.contacts}
@@ -336,16 +338,14 @@ class Node:
 
     @property
     def join_refused(self) -> bool:
-        """Return whether the last attempt to join has failed for another reason than silence: then the next
-        one is likely to fail, too.
+        """Return whether the last attempt to join failed with an answer rather than a timeout: the next
+        attempt is then likely to fail, too.
         """
         return self._joining.is_refused
 
     @property
     def not_invited(self) -> str:
-        """Return the sentence with which a peer that answers invited peers only has refused this one; empty
-        if none has.
-        """
+        """Return the reason why a peer of an invited run refused this one; empty if none has."""
         return self._joining.not_invited
 
     def service(self, kind: Callable[[Node], ServiceT]) -> ServiceT:
@@ -411,11 +411,11 @@ class Node:
         goodbyes = Supervisor()
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + _CALLBACKS_S_MAX
-        # One after the other: a service may need those that were created before it.
+        # In sequence: a service may need those that were created before it.
         for left in range(len(self._callbacks), 0, -1):
             callback = self._callbacks[left - 1]
             task = goodbyes.spawn(f"closing {getattr(callback, '__qualname__', callback)}", callback)
-            # A callback that hangs must leave the others their share of the time.
+            # A callback that hangs must leave time for the others.
             await asyncio.wait([task], timeout=max(deadline_s - loop.time(), 0.0) / left)
         await goodbyes.close(0.1)
         await self.supervisor.close(0.3)
@@ -433,7 +433,7 @@ class Node:
         self.contact = contact
         for callback in list(self._at_announced):
             callback()
-        if contact.addresses:  # the DHT calls nobody through relays
+        if contact.addresses:  # the DHT does not call through relays
             self.supervisor.spawn("telling the neighbours", self.dht.service.announce)
 
     def _connected(self, contact: Contact, address: Address | None, seconds: float) -> None:
@@ -465,7 +465,8 @@ class Node:
 
     def _reach_through_relays(self) -> Reaching:
         server = self.server
-        if server is not None and server.host in WILDCARDS:  # as this process reaches it
+        # a wildcard, replaced by an address that this process can reach
+        if server is not None and server.host in WILDCARDS:
             server = Address("127.0.0.1", server.port)
         return Reaching(
             self._libp2p,

@@ -11,6 +11,7 @@ import gc
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -38,3 +39,10 @@ def log_levels() -> Iterator[None]:
     for one, level in zip(loggers, before[1:], strict=True):
         one.setLevel(level)
     assert after == before, "use caplog.set_level"
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder of the test that this process and its children use as SWARM_HOME."""
+    monkeypatch.setenv("SWARM_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"

@@ -70,7 +70,8 @@ from swarm.wire import reduce_pb2
 _METHODS = (EXCHANGE, HEARTBEAT, VOTE, ACCOUNT, INVENTORY, FETCH, OFFER, ENDORSE)
 
 T = TypeVar("T")
-# An elector's answer to a proposal, a result (b"": none) and the votes for it: its own vote, or why not.
+# An elector's answer to a proposal, a result (b"": none) and the votes for it: its own vote, or the reason
+# for not voting.
 Endorser: TypeAlias = Callable[[PeerId, Proposal, bytes, Sequence[Vote]], Awaitable[Vote | str]]
 
 
@@ -79,7 +80,7 @@ class RoundMemory:
     """The memory of an averager from one round to the next."""
 
     result_buffer: ResultBuffer = field(default_factory=ResultBuffer)  # where the averages are stored
-    # the errors of a codec that loses something, which change when a round is committed; None: they are lost
+    # errors of a lossy codec, updated when a round is committed; None: they are discarded
     feedback: Feedback | None = None
 
 
@@ -97,8 +98,8 @@ class AllReduce:
         self._rounds = KnownRounds()
         self._endorsers: dict[str, Endorser] = {}
         self._background = Supervisor()
-        self._conducting: set[RoundDriver] = set()  # they run, or tell members how they ended
-        self._resolving: set[asyncio.Task[None]] = set()  # of rounds that others may have committed
+        self._conducting: set[RoundDriver] = set()  # rounds that run, or that tell members how they ended
+        self._resolving: set[asyncio.Task[None]] = set()  # tasks of rounds that others may have committed
         self._handlers = handlers
         _keep_freed_memory()
         handlers.stream(EXCHANGE, self._serve_exchange)
@@ -291,14 +292,14 @@ class AllReduce:
         if outcome.failed:
             if finish.certificate is not None and kernels.feedback is not None and not outcome.out_of_memory:
                 await uninterrupted(driver.offload.start(kernels.conclude_feedback, machine.assembly.held))
-            kernels.roll_back()  # without effect on what is delivered
+            kernels.roll_back()  # no effect on delivered results
             return outcome
         self.speed.committed(outcome.bytes_sent, ended_s - setup.begun_s)
         if kernels.feedback is None and not kernels.queues:
             return outcome
         try:
             await uninterrupted(driver.offload.start(kernels.conclude, machine.assembly.held))
-        except OutOfMemory:  # the others have committed, and go on without this member
+        except OutOfMemory:  # the others have committed and continue without this member
             kernels.roll_back()
             name = setup.name(setup.own)
             return outcome.without_memory(f"{name} {driver.offload.out_of_memory}")
@@ -318,7 +319,7 @@ class AllReduce:
         if isinstance(found, RoundDriver) and found.running:
             await found.serve(place, header.open, stream, first)
             return
-        if isinstance(found, RoundDriver):  # it ends at this moment
+        if isinstance(found, RoundDriver):  # the round ends at this moment
             found = FinishedRound(found.machine, found.kernels.averages)
         try:
             async with asyncio.timeout(found.machine.setup.deadline_s - self._network.now_s):
@@ -387,7 +388,7 @@ class AllReduce:
         if endorser is None:
             raise PeerError("this peer takes no part in that run")
         proposal, result, votes = wire.endorsement_from_wire(request)
-        # before this peer votes for none, the message that the round has begun gets the time that it may take
+        # before this peer votes for none, allow time for the message that the round has begun
         is_here = not result and await self._rounds.wait_for(proposal.group_id, caller) is not None
         competes = is_here or any(driver.voter.competes_with(proposal) for driver in self.running)
         answer = IN_ANOTHER_ROUND if competes else await endorser(caller, proposal, result, votes)
@@ -454,7 +455,8 @@ def _keep_freed_memory() -> None:
     Its malloc maps such blocks for each allocation, until one of them has been freed. A round makes and drops
     a message for every megabyte: ten times the page faults and 5 to 10 % of the processor time.
     """
-    bytes(31 << 20)  # freed at once: glibc then keeps blocks up to this size, nearly its limit of 32 MiB
+    # freed at once, so that glibc raises its mmap threshold to this size, close to its limit of 32 MiB
+    bytes(31 << 20)
 
 
 def _nothing(size_bytes: int) -> None:

@@ -23,9 +23,7 @@ from swarm.wire.reduce_pb2 import AccountReply, AccountRequest
 
 Work: TypeAlias = Callable[[Callable[[Recomputation], bytes], Recomputation], Awaitable[bytes]]
 
-_ANSWER_S = (
-    20.0  # for one contribution to a chunk: a reducer that is busy reducing answers between two chunks
-)
+_ANSWER_S = 20.0  # timeout for one contribution to a chunk; a busy reducer answers between two chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +47,13 @@ class Auditor:
     """
 
     def __init__(self, group: Group, kernels: ReductionKernels, notary: Notary, share: float) -> None:
-        self.accused: dict[int, str] = {}  # who was found to have lied, by this member itself
+        self.accused: dict[int, str] = {}  # members that this member itself found lying -> reason
         self._group, self._kernels, self._notary, self._share = group, kernels, notary, share
-        # of a chunk: all but its reducer
+        # possible auditors of a chunk: all members but its reducer
         self._auditors = max(sum(not member.auxiliary for member in group.members) - 1, 1)
         self._signatures: dict[tuple[int, int], bytes] = {}  # (chunk, place)
-        self._used: dict[int, dict[int, Contribution]] = {}  # chunk: place: what was reduced
-        # place: (chunk, place) that it was given
+        self._used: dict[int, dict[int, Contribution]] = {}  # chunk -> place -> reduced contribution
+        # place -> (chunk, place) pairs that it was given
         self._shown: defaultdict[int, set[tuple[int, int]]] = defaultdict(set)
 
     # ---- as a sender and as a reducer
@@ -95,7 +93,7 @@ class Auditor:
         ):
             raise PeerError("more is asked than audits need")
         shown.add((request.chunk, request.place))
-        payload = bytes(item.values)  # encoded: `own` sees to that
+        payload = bytes(item.values)  # encoded already, by `own`
         signature = self._signatures.get((request.chunk, request.place))
         if signature is None:
             signature = sign(self._notary.identity, self._group.group_id, request.chunk, payload)
@@ -123,7 +121,7 @@ class Auditor:
         name = f"peer {reducer.peer_id}"
         digest, contributors = self._kernels.digests[chunk.index]
         if not any(contributors):
-            return None  # nobody is in it: members that contribute have refused it
+            return None  # the average has no contributors, and members that contribute have refused it
         shown: list[Signed] = []
         for place in decode_places(contributors, len(self._group.members)):
             if self._kernels.weights[place] <= 0.0:
@@ -134,16 +132,16 @@ class Auditor:
             try:
                 reply = await channels.call(reducer.contact, ACCOUNT, request, timeout_s=_ANSWER_S)
             except PeerError as error:
-                # no proof: it may have left the round, because somebody else's audit was faster, or its node
-                # may be closing
+                # not a proof: the reducer may have left the round because another audit was faster, or its
+                # node may be closing
                 return Finding(
                     f"{name} does not show what its average of chunk {chunk.index} is made of: {error}", None
                 )
             except DeadlineExceeded:
                 return Finding(f"{name} gave no account of chunk {chunk.index} within {_ANSWER_S:g} s", None)
             except NetworkError as error:
-                # it may have died; but who lied could die on purpose when asked: what was drawn and not seen
-                # does not count
+                # the reducer may have failed, but a liar could also stop on purpose: chunks that were drawn
+                # but not seen do not count as audited
                 return Finding(
                     f"{name} could not be asked for its account of chunk {chunk.index}: {error}", None
                 )

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# how long a question for votes waits for news before it is asked again, because it, or its answer, was lost:
-# else two members that have voted wait for one another until the round's deadline
+# timeout of a request for votes before it is repeated, because the request or its answer may be lost;
+# otherwise two members that have voted would wait for one another until the round's deadline
 _VOTE_S = 5.0
-_INVENTORY_S = 31.0  # a second for news, and time for the answer on a slow link
+_INVENTORY_S = 31.0  # a second of waiting for news, plus time for the answer on a slow link
 _ENDORSE_S = 5.0
 
 
@@ -120,7 +120,7 @@ class RoundCalls:
         try:
             await work(effect)
         except UsageError as error:
-            driver.feed(on.GiveUp(f"{name} cannot go on: {error}"))
+            driver.feed(on.GiveUp(f"{name} cannot continue: {error}"))
         except OutOfMemory as error:
             driver.feed(on.GiveUp(f"{name} {error}"))
 
@@ -220,7 +220,7 @@ class RoundCalls:
             await driver.network.call(driver.contact(offer.place), OFFER, request, timeout_s=FETCH_S)
             taken = True
         except SwarmError:
-            pass  # it asks again, or failed
+            pass  # the caller asks again, or has failed
         finally:
             driver.feed(on.OfferEnded(offer.place, offer.chunk, taken))
 
@@ -228,7 +228,7 @@ class RoundCalls:
         driver = self._driver
         vote = None
         try:
-            contact = await driver.find_elector(endorse.elector)
+            contact = await driver.voter.find_contact(endorse.elector)
             if contact is not None:
                 proposal = driver.machine.setup.proposal
                 request = wire.endorsement_to_wire(proposal, endorse.result, endorse.votes)

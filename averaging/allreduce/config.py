@@ -13,7 +13,7 @@ from swarm.net.rpc import UNARY_BYTES_MAX, Caller, Method, Stream, StreamMethod
 from swarm.wire import reduce_pb2
 
 MESSAGE_BYTES_MAX = 4 << 20
-CHUNK_BYTES_MAX = 3 << 19  # some codecs round a chunk up; one must fit into a unary message
+CHUNK_BYTES_MAX = 3 << 19  # some codecs round a chunk up; a chunk must fit into a unary message
 
 EXCHANGE = StreamMethod(name="/swarm.Reduce/Exchange", message_bytes_max=MESSAGE_BYTES_MAX)
 HEARTBEAT = Method(
@@ -87,13 +87,13 @@ class RoundConfig:
     form a group.
     """
 
-    # of an encoded chunk, at most; smaller: more messages, larger: less overlap and more memory in flight
+    # largest size of an encoded chunk; smaller: more messages, larger: less overlap and more memory in flight
     chunk_bytes: int = 1 << 20
     aggregation: Aggregation = MEAN
-    # share of the chunks that a second member recomputes; all members have it above 0, or none. 0.0: nothing
-    # is signed
+    # share of the chunks that a second member recomputes; it is above 0 for all members or for none. 0.0:
+    # contributions are not signed
     audit: float = 0.0
-    # of the vector's elements that somebody must have contributed to; below, the round counts as failed
+    # fraction of the vector's elements that need a contribution; below it, the round fails
     min_fraction: float = 1.0
 
     def __post_init__(self) -> None:

@@ -31,7 +31,8 @@ from averaging.allreduce.work import ChunkWork
 from averaging.history.certificate import Vote
 from averaging.reduction.framing import unpack
 from swarm.core.errors import PeerError, UsageError
-from swarm.core.ids import Contact, PeerId
+from swarm.core.ids import Contact
+from swarm.core.notify import ChangeEvent
 from swarm.net.rpc import Stream
 from swarm.wire.reduce_pb2 import (
     ExchangeOpen,
@@ -41,10 +42,10 @@ from swarm.wire.reduce_pb2 import (
     InventoryRequest,
 )
 
-# How often those that wait for news look without any. Longer: members hear later for which one their reducer
-# waits; shorter: more wakeups in long rounds
+# Interval at which streams that wait for news check without any. Longer: members learn later for which member
+# their reducer waits; shorter: more wakeups in long rounds
 _LOOK_S = 0.5
-_FAREWELL_S = 1.0  # how long members are told how the round ended, in the background
+_FAREWELL_S = 1.0  # time for telling members the result of the round, in the background
 
 
 class RoundDriver:
@@ -65,18 +66,20 @@ class RoundDriver:
         self.plan_digest = kernels.plan.digest(kernels.codec)
         self.own_chunks = machine.shard.chunks
         self.bytes_sent = self.bytes_received = 0
-        # set when effects can be performed; the calls and streams of an event that comes before would be lost
+        # set when effects can be performed; calls and streams of earlier events would be lost
         self.begun = asyncio.Event()
         self.ended: asyncio.Future[do.Finish] = asyncio.get_running_loop().create_future()
-        self.averages: list[bytes] = []  # messages, as they were reduced; b"" once every member has one
-        self.refusals: dict[int, str] = {}  # senders that were left out: to be told on their streams
+        # encoded averages, in the order of reduction; b"" once every member has one
+        self.averages: list[bytes] = []
+        # senders that were left out, with the reason to send on their streams
+        self.refusals: dict[int, str] = {}
         self.voter = voter
         self._calls = RoundCalls(self)
         members = machine.setup.group.members
         takers = sum(not member.auxiliary for member in members) - (not machine.setup.own_auxiliary)
         self._takers = [takers] * len(self.own_chunks)
         self._served: set[int] = set()  # members that opened a stream
-        self._senders: set[SenderStream] = set()  # of them, the streams that stand
+        self._senders: set[SenderStream] = set()  # open streams of these members
         self.work = ChunkWork(self)
         self._events: deque[on.Event] = deque()
         self._stepping = False
@@ -84,8 +87,9 @@ class RoundDriver:
         self._reducing: asyncio.Task[None] | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._over = asyncio.Event()  # the round has ended here
-        self._news = asyncio.Event()  # for the streams of other members: an average, or a refusal
-        self._looked_s = network.now_s  # when those that wait for news last looked without any
+        # set when the streams of other members have an average or a refusal to send
+        self._news = ChangeEvent()
+        self._looked_s = network.now_s  # last time at which waiting streams checked without news
         self._halted = False
         self._replies: dict[int, asyncio.Future[do.AnswerVotes | do.AnswerInventory]] = {}
         self._asked = 0
@@ -126,7 +130,7 @@ class RoundDriver:
                 work.create_task(self._tick(), name="tick")
                 self._perform(self.machine.begin())
                 self.begun.set()
-                # beside the tasks, which answer members and send heartbeats
+                # runs beside the tasks that answer members and send heartbeats
                 await self.offload.prepare(self.kernels.prepare, not self.machine.setup.own_auxiliary)
                 self.feed(on.MemoryPrepared())
                 await self._over.wait()
@@ -134,7 +138,7 @@ class RoundDriver:
         except* _RoundOver:
             pass
         except* UsageError as errors:  # the node was closed meanwhile
-            self.feed(on.GiveUp(f"{name} cannot go on: {first_error(errors)}"))
+            self.feed(on.GiveUp(f"{name} cannot continue: {first_error(errors)}"))
         except* OutOfMemory:
             self.feed(on.GiveUp(f"{name} {self.offload.out_of_memory}"))
         finally:
@@ -151,7 +155,7 @@ class RoundDriver:
             self._perform(self.machine.tick(now_s))
             if now_s - self._looked_s >= _LOOK_S:
                 self._looked_s = now_s
-                self._news.set()
+                self._news.notify()
 
     @property
     def running(self) -> bool:
@@ -202,7 +206,7 @@ class RoundDriver:
             case do.CheckAverage() | do.Reduce():
                 self.work.perform(effect)
                 if isinstance(effect, do.Reduce):
-                    self._news.set()
+                    self._news.notify()
             case do.OpenStream():
                 stream = ReducerStream(self, effect.reducer)
                 task = self._spawn(stream.run)
@@ -216,7 +220,7 @@ class RoundDriver:
                     self._exchanges[effect.reducer][0].refused = True
             case do.RefuseSender():
                 self.refusals.setdefault(effect.sender, effect.reason)
-                self._news.set()
+                self._news.notify()
             case do.Sign():
                 vote = self.voter.vote(effect.result)
                 self._events.append(
@@ -250,10 +254,6 @@ class RoundDriver:
 
     # ---- this member's own work
 
-    async def find_elector(self, elector: PeerId) -> Contact | None:
-        """Return the contact of an elector outside of the group; None when it is not known."""
-        return await self.voter.find_contact(elector)
-
     async def exclude_self(self, element: int) -> None:
         """Stop contributing because of this element of the vector."""
         await self.offload.work(self.kernels.exclude_self, element)
@@ -267,7 +267,7 @@ class RoundDriver:
     async def keep_fetched(self, chunk: int, payload: memoryview, version: Version) -> bool:
         """Check and keep a fetched average; return whether it is the requested version."""
         if self._halted:
-            await self.offload.finish()  # nothing else must write to the averages now
+            await self.offload.finish()  # from here on nothing else may write to the averages
         arrived = Arrived(
             self.kernels.plan.chunks[chunk], payload, version.contributors, version.clipped, version.digest
         )
@@ -287,7 +287,7 @@ class RoundDriver:
             if isinstance(message, int):
                 await self.exclude_self(message)
                 raise PeerError(f"this peer contributes nothing: {self.kernels.excluded_reason}")
-        except OutOfMemory as error:  # this may be a member's call, whose errors end no round
+        except OutOfMemory as error:  # this may be a member's call, whose errors must not end the round
             self.feed(on.GiveUp(f"{self.machine.setup.name(self.kernels.own)} {error}"))
             raise PeerError(f"this peer {error}") from None
         return bytes(unpack(message)[1])
@@ -330,7 +330,7 @@ class RoundDriver:
     def give(self, message: bytes) -> None:
         """Announce a further average of this member's shard to all members that take averages."""
         self.averages.append(message)
-        self._news.set()
+        self._news.notify()
 
     def given(self, nth: int) -> None:
         """Record that average number `nth` was sent to a member."""
@@ -347,7 +347,7 @@ class RoundDriver:
 
     def _end_senders(self) -> None:
         """End the streams of other members that would otherwise outlive the round. Those that still give
-        averages of a committed round to slower members go on, for as long as the round might have taken.
+        averages of a committed round to slower members continue, for as long as the round might have taken.
         """
         finish = self.machine.finished
         goes_on = finish is not None and not finish.failure and len(self.averages) == len(self.own_chunks)

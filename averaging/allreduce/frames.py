@@ -18,14 +18,15 @@ from swarm.core.ids import PeerId
 from swarm.net.rpc import Stream
 from swarm.wire.reduce_pb2 import ExchangeFrames, ExchangeHeader
 
-# with a header; a second or two of a slow home's link that six streams share
+# with a header; takes a second or two on a slow home link that six streams share
 FRAME_BYTES_MIN = (16 << 10) + 128
-# of others', but for the last of a message: crumbs would cost memory and look like work
+# smallest frame accepted from a peer, except the last one of a message; tiny frames waste memory and would
+# count as progress
 FRAME_BYTES_LEAST = 16 << 10
-FRAME_S = 0.02  # a frame is what the link sends in that time
+FRAME_S = 0.02  # the size of a frame is what the link sends in this time
 SEND_BUFFER_BYTES = (
     512 << 10
-)  # what a stream's buffers may swallow at once: that it was taken fast says nothing
+)  # bytes that a stream's buffers may accept at once; their speed says nothing about the link
 _ANNOUNCEMENT_BYTES_MAX = 32
 
 
@@ -33,7 +34,7 @@ _ANNOUNCEMENT_BYTES_MAX = 32
 class FrameSize:
     """The size of the frames of one stream. Pure."""
 
-    # the link is at least this fast; None: not known, what this stream sends shows it
+    # lower bound of the link's speed; None: not known, this stream measures it
     bytes_per_s: float | None
     began_s: float
     _taken_bytes: int = 0
@@ -67,7 +68,7 @@ class FramedStream:
         self._came, self._went = came, went
         self._size = FrameSize(speed.known_bytes_per_s, clock.monotonic_s())
         self._opening: ExchangeHeader | None = None  # to be sent with the first message
-        self._first = b""  # a message that came with the opening
+        self._first = b""  # a message that arrived with the opening
 
     def begin(self, opening: ExchangeHeader) -> None:
         """Set the header. It is sent in one message with the first one, if that is small."""

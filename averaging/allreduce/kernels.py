@@ -41,8 +41,8 @@ class Averaged:
     """A chunk that this member reduced."""
 
     chunk: Chunk
-    message: bytes  # for everybody else
-    digest: bytes  # of the average and of who was clipped
+    message: bytes  # the encoded average, for all other members
+    digest: bytes  # digest of the average and of the bitmap of clipped members
     contributors: bytes
     clipped: bytes = b""
 
@@ -64,8 +64,8 @@ class Arrived:
     chunk: Chunk
     payload: memoryview
     contributors: bytes
-    clipped: bytes = b""  # a bitmap like the contributors, or nothing
-    digest: bytes = b""  # which it must have; empty: not known
+    clipped: bytes = b""  # bitmap as in `contributors`, or empty
+    digest: bytes = b""  # required digest; empty: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +80,11 @@ class Recomputation:
 class _Scratch:
     """Working space for one chunk, on the host."""
 
-    values: torch.Tensor  # what one member contributes to a block
-    total: torch.Tensor  # the sum, of the whole chunk: float32's encoding is a view of it
+    values: torch.Tensor  # one member's contribution to a block
+    total: torch.Tensor  # the sum of the whole chunk; the float32 encoding is a view of it
     encoded: torch.Tensor
-    read: torch.Tensor  # this member's own values, where tensors meet within a chunk
-    rows: Rows  # of all members, for rules that compare them
+    read: torch.Tensor  # this member's own values, for chunks that contain several tensors
+    rows: Rows  # rows of all members, for rules that compare them
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class _Launched:
 
     values: torch.Tensor  # on the device
     fetch: Arrival
-    place: torch.Tensor  # where it arrives
+    place: torch.Tensor  # target of the copy
 
     def arrive(self) -> torch.Tensor:
         """Wait for it. Its memory is used again when the `_fetching` that began it ends."""
@@ -116,15 +116,15 @@ class ReductionKernels:
     averages: Averages
     aggregation: Aggregation = MEAN
     weights: Sequence[float] = ()  # relative, by place
-    begin_feedback: Callable[[], FeedbackRound] | None = None  # None: what rounds leave out is lost
-    feedback: FeedbackRound | None = None  # what earlier rounds left out goes along
+    begin_feedback: Callable[[], FeedbackRound] | None = None  # None: errors of the codec are discarded
+    feedback: FeedbackRound | None = None  # residuals of earlier rounds are added
     # (chunk, encoded values); None: contributions travel unsigned
     sign: Callable[[int, memoryview], bytes] | None = None
     # chunk: digest and contributors of its average
     digests: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
     excluded_reason: str | None = None  # why this member stopped contributing; None: it contributes
     seconds: dict[str, float] = field(default_factory=lambda: {"encode": 0.0, "reduce": 0.0, "settle": 0.0})
-    # of averages that this member made instead of a lost reducer: what the codec lost, by chunk
+    # the codec's errors by chunk, of averages that this member made in place of a lost reducer
     _errors: dict[int, torch.Tensor] = field(default_factory=dict)
     _free: list[_Scratch] = field(default_factory=list)
 
@@ -285,7 +285,7 @@ class ReductionKernels:
                 self.codec.encoded_bytes(chunk.numel), dtype=torch.uint8, device=values.device
             )
             self.codec.write(values, encoded)
-            # of values that cannot be sent, too: then this member excludes itself
+            # also if values cannot be sent, in which case this member excludes itself
             if self.feedback is not None:
                 self.feedback.sent(chunk.start, values, encoded, torch.empty_like(values))
         return values, encoded
@@ -390,7 +390,8 @@ class ReductionKernels:
             return Spoiled(chunk, prepared.spoiled)
         state = blake3()
         pieces = []
-        for block in cut:  # all that is to be done to a block is done before the next: it stays in the cache
+        # all operations on a block are done before the next block, so that it stays in the cache
+        for block in cut:
             total = scratch.total[block.start : block.stop]
             work = scratch.values[: block.stop - block.start]
             prepared.rule.compute(block, total, work)
@@ -451,7 +452,7 @@ class ReductionKernels:
 
     def _settle_one(self, arrived: Arrived) -> bytes | None:
         empty = not any(arrived.contributors)
-        # first: it brings the payload into the cache
+        # first, because it brings the payload into the cache
         digest = digest_average(digest_payload(arrived.payload), arrived.clipped)
         if (arrived.digest and digest != arrived.digest) or not self.codec.is_finite(
             view_bytes(arrived.payload)

@@ -12,9 +12,9 @@ from swarm.core.clock import Clock
 from swarm.core.ids import Contact
 from swarm.net.rpc import Method, ReplyT, RequestT, Stream
 
-# A stream for at most this much shares the connection of calls: in a large group, which cuts the vector into
-# many small shards, another handshake with every reducer costs more than the values. Larger: heartbeats wait
-# behind values on slow links.
+# A stream with at most this many bytes shares the connection of calls. In a large group with many small
+# shards, another handshake with every reducer would cost more than the values. Larger: heartbeats wait behind
+# values on slow links.
 SHARED_STREAM_BYTES_MAX = 64 << 10
 
 

@@ -16,7 +16,8 @@ from swarm.core.device import is_out_of_memory, usable_cores
 A = TypeVar("A")
 T = TypeVar("T")
 
-# with fewer, handing work to another thread costs more than it saves: 8 % of a round's processor time on two
+# with fewer cores, handing work to another thread costs more than it saves: 8 % of a round's processor time
+# on two cores
 INLINE_BELOW_CORES = 4
 
 
@@ -39,7 +40,7 @@ class ComputeOffload:
         the event loop; nor is `heavy` work, of which one piece takes long.
         """
         self.inline = usable_cores() < INLINE_BELOW_CORES and not queues and not heavy
-        self.out_of_memory = ""  # where memory ran out; "": nowhere
+        self.out_of_memory = ""  # step in which memory ran out; "": none
         self._pool = pool
         self._queues = queues
         self._jobs: set[asyncio.Future[Any]] = set()
@@ -73,7 +74,7 @@ class ComputeOffload:
         if not self.inline:
             return await asyncio.shield(self.start(function, argument))
         result = self._done(function, argument)
-        # the loop answers heartbeats, and all other calls of the node, between two pieces of work
+        # between two pieces of work the loop answers heartbeats and all other calls of the node
         await asyncio.sleep(0)
         return result
 
@@ -95,7 +96,7 @@ class ComputeOffload:
     def _over(self, future: asyncio.Future[Any]) -> None:
         self._jobs.discard(future)
         if not future.cancelled():
-            # now asyncio takes it as seen: nobody asks for work that was begun ahead of a round's failure
+            # marks the exception as retrieved: nobody awaits work that began before the round failed
             future.exception()
 
 

@@ -18,30 +18,30 @@ class RoundOutcome:
     """The outcome of a round for this member."""
 
     failed: bool
-    reason: str | None  # of a failure; names the peer, and what it was doing. "deadline: …" when time ran out
+    reason: str | None  # reason of a failure, with the peer and its action; "deadline: …" when time ran out
     # the result, the same bytes on all members. None when failed, and for an auxiliary member
     averages: Averages | None
     # members in the average, with the fraction of the vector's elements that each is in; {} when failed
     contributions: Mapping[PeerId, float]
-    # members that lied, as this member can prove or as reducers according to its own audit, and in what
+    # members that lied, by proof or by this member's own audit -> what they lied about
     accused: Mapping[PeerId, str]
-    # members that were left out somewhere or failed, and why; this member's own id when it was itself
+    # members that failed or are missing in some averages -> reason; may include this member
     left_out: Mapping[PeerId, str]
     # hexadecimal, over all encoded averages in order; "" when failed, and for an auxiliary member
     digest: str
-    # members whose values were shortened, and in what fraction of the elements; {} when failed
+    # clipped members -> fraction of the elements; {} when failed
     clipped: Mapping[PeerId, float]
     bytes_sent: int  # of tensors, framing included
     bytes_received: int
     # "total", "exchange" (until all was in place), "commit"; tensor work within: "encode", "reduce", "settle"
     seconds: Mapping[str, float]
     out_of_memory: bool = False  # it failed because this member had no memory left: `reason` says where
-    # The proof that the round was committed. Also of a failed round, when the others committed it and this
-    # member could not: then its state is behind theirs.
+    # The proof that the round was committed. A failed round has it if the others committed and this member
+    # could not; its state is then behind theirs.
     certificate: Certificate | None = None
     # it failed here, and others have committed what this member voted for, or may have
     unresolved: bool = False
-    # members that kept the round from going well, as this member saw itself, and how
+    # members that were at fault in the round, as observed by this member -> fault
     faults: Mapping[PeerId, str] = field(default_factory=dict)
 
     @classmethod
@@ -132,8 +132,10 @@ def faults(machine: RoundMachine) -> dict[int, str]:
             if vote is not None and not vote.result:
                 found.setdefault(place, "it voted for none, and the others committed")
         fractions = machine.assembly.fractions()
-        said_by_most = 2 * len({*setup.deciders}.intersection(setup.plan.reducers)) > len(setup.deciders)
-        for place in setup.contributors if machine.assembly.complete and said_by_most else ():
+        most_deciders_reduce = 2 * len({*setup.deciders}.intersection(setup.plan.reducers)) > len(
+            setup.deciders
+        )
+        for place in setup.contributors if machine.assembly.complete and most_deciders_reduce else ():
             if not fractions.get(place):
                 found.setdefault(place, "nothing of it is in the averages")
     found.pop(setup.own, None)
@@ -146,7 +148,7 @@ def left_out(machine: RoundMachine) -> dict[int, str]:
     """
     setup, assembly = machine.setup, machine.assembly
     fractions = assembly.fractions()
-    # nobody's word counts against a member whose values are in all averages
+    # reports against a member whose values are in all averages are ignored
     found = {
         place: reason
         for place, reason in machine.votes.left_out.items()
@@ -158,6 +160,6 @@ def left_out(machine: RoundMachine) -> dict[int, str]:
         found[setup.own] = machine.excluded_reason
     if assembly.complete and setup.plan.chunks:
         for place in setup.contributors:
-            if fractions.get(place, 0.0) < 1.0:  # by a reducer whose reasons died with it
+            if fractions.get(place, 0.0) < 1.0:  # a failed reducer left it out, and its reasons are lost
                 found.setdefault(place, "its values are not in chunks whose reducers did not say why")
     return found

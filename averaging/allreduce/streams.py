@@ -20,8 +20,8 @@ from swarm.net.rpc import Stream
 if TYPE_CHECKING:
     from averaging.allreduce.driver import RoundDriver
 
-_WAITING_S = 2.0  # how often a reducer that waits for values says so; below REDUCER_S
-_BATCH_CHUNKS = 2  # encoded in one hop to the pool; larger: fewer hops, later first bytes
+_WAITING_S = 2.0  # interval at which a reducer reports that it waits for values; below REDUCER_S
+_BATCH_CHUNKS = 2  # chunks encoded in one call to the pool; larger: fewer calls, later first bytes
 
 
 class ReducerStream:
@@ -29,7 +29,7 @@ class ReducerStream:
 
     def __init__(self, driver: RoundDriver, reducer: int) -> None:
         self._driver, self._reducer = driver, reducer
-        self.refused = False  # the reducer takes no more of this member's values
+        self.refused = False  # the reducer accepts no more values of this member
 
     async def run(self) -> None:
         """Send this member's values, and take averages, until the reducer has finished the stream."""
@@ -123,7 +123,7 @@ class SenderStream:
             if driver.running:
                 driver.feed(on.SenderFailed(place, f"it broke the protocol: {error}"))
             raise
-        except asyncio.CancelledError:  # gRPC's word for a caller that is gone
+        except asyncio.CancelledError:  # gRPC raises this if the caller has left
             driver.feed(on.SenderStreamBroke(place, "its connection closed"))
             raise
 
@@ -140,14 +140,14 @@ class SenderStream:
 
     async def _take_contributions(self, stream: FramedStream) -> None:
         driver, place = self._driver, self._sender
-        # a sender of every chunk says nothing more; whatever one sends beyond them is not read
+        # after its last chunk a sender sends nothing more; extra data is not read
         for _ in driver.own_chunks:
             message = await stream.receive()
             if message is None:
                 break
             driver.bytes_received += len(message)
             if place in driver.machine.shard.left_out:
-                continue  # what was under way when it was left out; it has been told
+                continue  # data in transit when the sender was left out, of which it has been informed
             try:
                 header, payload = unpack(message)
                 if header.HasField("contribution"):
@@ -166,13 +166,13 @@ class SenderStream:
 
     async def _give_averages(self, stream: Stream) -> None:
         driver, place = self._driver, self._sender
-        given = 0  # averages looked at
-        told = False
+        given = 0  # number of averages checked so far
+        was_informed = False
         named = set[int]()  # members whose absence was explained on this stream
-        said_s = driver.network.now_s  # when something was sent last
+        said_s = driver.network.now_s  # time of the last message
         while given < len(driver.own_chunks):
-            if place in driver.refusals and not told:
-                told = True
+            if place in driver.refusals and not was_informed:
+                was_informed = True
                 await driver.send(stream, wire.refusal(driver.refusals[place]))
             elif given < len(driver.averages):
                 for other, reason in driver.machine.left_out.items():

@@ -37,7 +37,8 @@ class _Second:
 class TwoPhase:
     """The rounds of one step of an averager whose strategy is PowerSGD."""
 
-    gathered_prefix_bytes = START_DIGEST_BYTES  # of every member's metadata, before what its user gathers
+    # bytes of every member's metadata before the user's gathered value
+    gathered_prefix_bytes = START_DIGEST_BYTES
 
     def __init__(
         self,
@@ -56,7 +57,7 @@ class TwoPhase:
         """Run one round with this group; the low-rank strategy's `take` came before. Its outcome is that of
         the second all-reduce.
         """
-        # between the all-reduces whole matrices are multiplied: never on the loop, unless it is all there is
+        # between the all-reduces whole matrices are multiplied: in the pool, unless there is only the loop
         offload = ComputeOffload(self._pool, self._low_rank.queues, heavy=True)
         try:
             return await self._run(group, deadline_s, offload)
@@ -98,7 +99,7 @@ class TwoPhase:
             memory=RoundMemory(self._low_rank.result_buffers[1], feedback),
             history=self._history,
         )
-        if not outcome.failed:  # it is committed: a cancellation comes too late
+        if not outcome.failed:  # the round is committed, so a cancellation comes too late
             second = _Second(outcome, feedback.sent > sent_before)
             await uninterrupted(offload.start(self._commit, second))
         return _merged(first, outcome) if first is not None else outcome

@@ -11,7 +11,13 @@ from averaging.allreduce.logic.values import InventoryQuestion, RoundState, Stat
 from averaging.allreduce.logic.versions import Version, check_clipped, decode_places
 from averaging.history.certificate import DIGEST_BYTES, RESULT_BYTES_MAX, Proposal, RoundKind, Vote
 from averaging.history.electors import ELECTORS_MAX
-from averaging.history.encoding import decode_peers, decode_register, encode_peers, encode_register
+from averaging.history.encoding import (
+    decode_peers,
+    decode_register,
+    decode_samples,
+    encode_peers,
+    encode_register,
+)
 from averaging.reduction.framing import pack
 from averaging.reduction.partition import Plan
 from swarm.compression import Codec
@@ -137,6 +143,7 @@ def endorsement_to_wire(proposal: Proposal, result: bytes, votes: Iterable[Vote]
         known=known,
         misses=misses,
         gone=encode_peers(proposal.gone),
+        samples=proposal.samples,
         result=result,
         votes=[vote_to_wire(vote) for vote in votes],
     )
@@ -159,6 +166,7 @@ def endorsement_from_wire(message: pb.EndorseRequest) -> tuple[Proposal, bytes, 
         new_hour=message.new_hour,
         register=decode_register(message.at_once, message.seats, message.known, message.misses),
         gone=decode_peers(message.gone, ELECTORS_MAX),
+        samples=decode_samples(message.samples),
     )
     return proposal, message.result, tuple(vote_from_wire(vote) for vote in message.votes)
 

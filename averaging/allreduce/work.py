@@ -17,8 +17,8 @@ from swarm.core.notify import ChangeEvent
 if TYPE_CHECKING:
     from averaging.allreduce.driver import RoundDriver
 
-_BATCH_CHUNKS = 2  # averaged in one hop to the pool; larger: fewer hops, later first bytes
-_CHECKS_MAX = 8  # averages that are checked in one hop
+_BATCH_CHUNKS = 2  # chunks averaged in one call to the pool; larger: fewer calls, later first bytes
+_CHECKS_MAX = 8  # averages checked in one call
 
 
 class ChunkWork:
@@ -28,7 +28,7 @@ class ChunkWork:
         self._driver = driver
         self._values: dict[tuple[int, int], memoryview] = {}  # (chunk, member)
         self._inputs: dict[int, dict[int, memoryview]] = {}  # of chunks that are being reduced
-        self._unchecked: dict[int, memoryview] = {}  # averages that came
+        self._unchecked: dict[int, memoryview] = {}  # received averages
         self._to_check: deque[do.CheckAverage] = deque()
         self._to_reduce: deque[do.Reduce] = deque()
         self._has_checks, self._has_reductions = ChangeEvent(), ChangeEvent()
@@ -105,7 +105,7 @@ class ChunkWork:
             full = [job for job in jobs if not job.empty]
             done = await driver.offload.work(kernels.reduce, full) if full else []
             for job in jobs:
-                if job.empty:  # nobody is left who contributes to it
+                if job.empty:  # it has no contributor left
                     self._on_averaged(job, kernels.nothing(job.chunk))
             for job, outcome in zip(full, done, strict=True):
                 if isinstance(outcome, Averaged):
@@ -123,7 +123,8 @@ class ChunkWork:
         chunk = kernels.plan.chunks[reduce.chunk]
         own = reduce.own and kernels.excluded_reason is None
         found = [Contribution(place, kernels.weights[place], inputs[place]) for place in reduce.places]
-        if own and driver.auditor is not None:  # what is averaged must be shown later: encoded
+        # averaged values must be available to auditors later, in encoded form
+        if own and driver.auditor is not None:
             payload = await driver.offload.work(driver.auditor.own, chunk)
             found.append(Contribution(kernels.own, kernels.weights[kernels.own], payload))
             found.sort(key=lambda contribution: contribution.place)

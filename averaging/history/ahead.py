@@ -17,7 +17,7 @@ class Ahead:
 
     chain: Chain
     contact: Contact  # of a peer that has it
-    epochs_given_up: int = 0  # this peer's own since the two parted; 0: it is merely behind
+    epochs_given_up: int = 0  # epochs of this peer since the histories parted; 0: it is only behind
 
     @property
     def electors(self) -> tuple[PeerId, ...]:
@@ -48,7 +48,7 @@ def what_to_follow(
     if relation is Relation.WINS:
         return Ahead(chain, contact, epochs_given_up=lineage.epochs_after(chain))
     if relation is Relation.LOSES and breaks and theirs and theirs[0].proposal.head == lineage.head:
-        return Ahead(chain, contact)  # those that break it have waited in vain, too
+        return Ahead(chain, contact)  # the peers that broke the history have also waited in vain
     return None
 
 
@@ -60,8 +60,8 @@ def still_ahead(ahead: Ahead | None, lineage: Lineage) -> Ahead | None:
         return None
     try:
         relation = lineage.relation(ahead.chain)
-    except PeerError:  # it was valid after what this peer had before
+    except PeerError:  # it was valid after this peer's earlier history
         return None
-    if relation is Relation.UNRELATED:  # voices have chosen it
+    if relation is Relation.UNRELATED:  # the voices have chosen this history
         return ahead
     return what_to_follow(relation, lineage, ahead.chain, ahead.contact, breaks=False)

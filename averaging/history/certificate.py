@@ -34,10 +34,11 @@ SIGNATURE_BYTES: Final = 64
 CONTRIBUTORS_MAX: Final = 256
 RESULT_BYTES_MAX: Final = DIGEST_BYTES + CONTRIBUTORS_MAX // 8
 EPOCH_MAX: Final = 1 << 40
+SAMPLES_MAX: Final = 1 << 40  # of one contributor in one round
 GRID_ROUNDS_MAX: Final = 16  # rounds in one epoch: 2^16 peers in groups of two
-NO_HEAD: Final = bytes(DIGEST_BYTES)  # what a round without a history extends
+NO_HEAD: Final = bytes(DIGEST_BYTES)  # the head of a round without a history
 
-_SIGNATURES_MAX: Final = 4096  # remembered: a vote of every elector on 64 certificates
+_SIGNATURES_MAX: Final = 4096  # cached signatures: a vote of every elector on 64 certificates
 
 _HEAD: Final = b"swarm head\0"
 _GENESIS: Final = b"swarm genesis\0"
@@ -79,14 +80,16 @@ class Proposal:
     contributors: tuple[PeerId, ...]  # members whose weight is above 0, in group order
     electors: tuple[PeerId, ...]  # of the next round, by `electors_after`
     register: Register = NEW_REGISTER  # of the next round
-    # electors that leave the list at once: the certificate has their goodbyes
+    # electors that leave the list at once; the certificate contains their goodbyes
     gone: tuple[PeerId, ...] = ()
-    new_hour: bool = False  # most electors say that a quarter more may be admitted now
-    # it commits without a quorum of the electors: a cut-off minority goes on by itself after the grace
+    new_hour: bool = False  # most electors agree that a quarter more may be admitted now
+    # commits without a quorum of the electors: a cut-off minority continues alone after the grace
     is_break: bool = False
     # rounds of the next epoch, through the cells of the grid; 1: one group has room for the whole swarm
     grid_rounds: int = 1
-    _digest: bytes = field(default=b"", init=False, repr=False, compare=False)  # once it was asked for
+    # of each contributor, in their order, as the group weighs them; (): nobody is credited with any
+    samples: tuple[int, ...] = ()
+    _digest: bytes = field(default=b"", init=False, repr=False, compare=False)  # cached after first use
 
     def __post_init__(self) -> None:
         if len(self.head) != DIGEST_BYTES or len(self.group_id) != DIGEST_BYTES:
@@ -102,10 +105,16 @@ class Proposal:
             raise PeerError(f"an epoch has 1 to {GRID_ROUNDS_MAX} rounds, not {self.grid_rounds}")
         if len(set(self.contributors)) != len(self.contributors):
             raise PeerError("a peer contributes to a round once")
+        if self.samples and len(self.samples) != len(self.contributors):
+            raise PeerError(
+                f"{len(self.samples)} numbers of samples of {len(self.contributors)} contributors"
+            )
+        if any(not 0 <= samples <= SAMPLES_MAX for samples in self.samples):
+            raise PeerError(f"a contributor has 0 to {SAMPLES_MAX} samples in a round")
 
     def digest(self) -> bytes:
         """Return the digest of all fields, 32 bytes."""
-        if not self._digest:  # signatures, the tally and the head are made of it
+        if not self._digest:  # needed for signatures, the tally and the head
             object.__setattr__(self, "_digest", self._computed_digest())
         return self._digest
 
@@ -124,6 +133,8 @@ class Proposal:
         state.update(bytes([len(self.register.misses), *self.register.misses]))
         for known in self.register.known:
             state.update(known.peer.public_key + bytes([known.rounds, known.was_elector]))
+        for samples in self.samples:
+            state.update(samples.to_bytes(8, "little"))
         return state.digest()
 
     @property
@@ -241,14 +252,16 @@ class Certificate:
     proposal: Proposal
     result: bytes
     votes: Mapping[PeerId, bytes]  # signatures of those that voted for this result
-    goodbyes: Mapping[PeerId, bytes]  # signatures of electors that left, and are not counted
+    goodbyes: Mapping[PeerId, bytes]  # signatures of electors that have left and are not counted
     # electors and register of the next round, by `settle`; None: those of the proposal
     settled: tuple[tuple[PeerId, ...], Register] | None = None
 
     # The head after this round: the hash of what was decided, which includes the previous head. It does not
-    # depend on which of the votes were collected. Made once: each report of another peer is compared with it.
+    # depend on which of the votes were collected. Cached, because each report of another peer is compared
+    # with it.
     head: bytes = field(init=False, repr=False, compare=False)
-    # electors and register with which `check` found it valid: a newcomer is shown one history by many peers
+    # electors and register with which `check` found it valid; cached, because many peers show a newcomer the
+    # same history
     _valid_after: list[tuple[Sequence[PeerId], Register]] = field(
         default_factory=list, init=False, repr=False, compare=False
     )

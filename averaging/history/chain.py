@@ -18,9 +18,9 @@ class Relation(Enum):
     SAME = auto()  # equal heads
     BEHIND = auto()  # its head is in this peer's history
     AHEAD = auto()  # this peer's head is in its history: fetch the state
-    LOSES = auto()  # they have parted, and this peer's continues
-    WINS = auto()  # they have parted, and the other continues: fetch the state
-    UNRELATED = auto()  # no common head is known: nothing follows from it
+    LOSES = auto()  # the histories have parted, and this peer's one continues
+    WINS = auto()  # the histories have parted, and the other one continues: fetch the state
+    UNRELATED = auto()  # no common head is known, so nothing can be concluded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,21 +16,22 @@ from swarm.core.ids import PeerId
 from swarm.core.standing import Founding
 
 ELECTORS_MAX: Final = 64  # electors of a run; a certificate carries a signature of more than half of them
-CANDIDATES_MAX: Final = 64  # remembered; the newcomers of a whole group
+CANDIDATES_MAX: Final = 64  # candidates in the register; enough for the newcomers of a whole group
 ROUNDS_NEEDED: Final = 3  # certified rounds as a contributor, before a newcomer becomes an elector
 ROUNDS_MAX: Final = 127  # counted
-# certificates of a run without an owner in which every contributor becomes an elector. Peers that start
-# together decide together, also those that missed the first round. A stranger gains nothing by being
-# admitted: during these certificates a longer chain from the beginning wins anyway (`Lineage`)
+# In a run without an owner, every contributor of the first certificates, up to this number, becomes an
+# elector. Peers that start together thus decide together, including those that missed the first round. A
+# stranger gains nothing, because during these certificates a longer chain from the beginning wins anyway
+# (`Lineage`)
 FOUNDING_MAX: Final = 32
 ALWAYS: Final = (1 << 32) - 1  # invited runs: every contributor becomes an elector, at any time
-# Certificates in a row that an elector may miss: with the last of them it leaves the list. Too small: honest
-# electors that miss a round now and then make room for a majority of others; too large: of electors that die
-# one soon after the other too many still count, and those that are left pause for a grace
+# Consecutive certificates without its contribution after which an elector leaves the list. Too small: honest
+# electors that sometimes miss a round are replaced by a majority of others; too large: after several failures
+# too many failed electors still count, and the others pause for a grace
 MISSES_MAX: Final = 3
 HOUR_S: Final = 3600.0  # period in which at most a quarter more electors are admitted, at least one
-# by which the hours of two peers may differ. Too small: a peer that heard of the last certificate late does
-# not vote; too large: hours become shorter
+# tolerated difference between the hours of two peers. Too small: a peer that learned of the last certificate
+# late does not vote; too large: hours become shorter
 _HOUR_SLACK_S: Final = 300.0
 
 
@@ -62,7 +63,7 @@ class Known:
 
     peer: PeerId
     rounds: int  # certified ones that it contributed to
-    was_elector: bool = False  # it left the list, and returns with its next contribution
+    was_elector: bool = False  # it left the list and returns with its next contribution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +74,8 @@ class Register:
     seats: int = 1  # newcomers that may still become electors in this hour
     # certificates in a row that each elector of the head has missed, in their order; (): none has missed any
     misses: tuple[int, ...] = ()
-    # former electors, at most ELECTORS_MAX, then candidates, at most CANDIDATES_MAX; of both the latest first
+    # former electors, at most ELECTORS_MAX, then candidates, at most CANDIDATES_MAX; each with the latest
+    # first
     known: tuple[Known, ...] = ()
 
     def __post_init__(self) -> None:
@@ -192,7 +194,7 @@ def _remembered(
     electors: Sequence[PeerId], register: Register, contributors: Sequence[PeerId], after: Sequence[PeerId]
 ) -> tuple[Known, ...]:
     """Return what is remembered after a round. Those that were in it are before those that were not, so that
-    identities that contributed once displace nobody who goes on.
+    identities that contributed once displace nobody who continues.
     """
     known, gone, here = {one.peer: one for one in register.known}, set(after), set(contributors)
     missed = [Known(peer, known[peer].rounds if peer in known else 0, True) for peer in electors]
@@ -243,7 +245,7 @@ class GrowthClock:
 
     def __init__(self) -> None:
         self._began_s: float | None = None  # None: with the next question
-        self._is_sure = False  # this process has seen the hour begin
+        self._is_sure = False  # this process observed the beginning of the hour
 
     def begin(self, *, is_sure: bool) -> None:
         """An hour has begun. `is_sure`: just now, in a round that this process took part in."""

@@ -188,13 +188,14 @@ def encode_proposal(proposal: Proposal) -> list[Any]:
         proposal.new_hour,
         encode_peers(proposal.gone),
         *encode_register(proposal.register),
+        list(proposal.samples),
     ]
 
 
 def decode_proposal(value: Any) -> Proposal:
     """Parse the values of a proposal. Raise PeerError, ValueError or TypeError when they are malformed."""
     run, head, epoch, kind, group_id, contributors, electors, is_break, grid_rounds = value[:9]
-    new_hour, gone, *register = value[9:]
+    new_hour, gone, *register, samples = value[9:]
     if not isinstance(run, str) or len(run) > _RUN_CHARACTERS_MAX or type(epoch) is not int:
         raise PeerError("a proposal names a run and an epoch")
     if type(grid_rounds) is not int:
@@ -212,7 +213,15 @@ def decode_proposal(value: Any) -> Proposal:
         new_hour=bool(new_hour),
         gone=decode_peers(gone, ELECTORS_MAX),
         register=decode_register(*register),
+        samples=decode_samples(samples),
     )
+
+
+def decode_samples(values: Sequence[object]) -> tuple[int, ...]:
+    """Return the samples of at most `CONTRIBUTORS_MAX` contributors. Raise PeerError for anything else."""
+    if len(values) > CONTRIBUTORS_MAX or any(type(value) is not int for value in values):
+        raise PeerError(f"samples of a round are at most {CONTRIBUTORS_MAX} whole numbers")
+    return tuple(values)  # type: ignore[arg-type]
 
 
 def _certificate(certificate: Certificate) -> list[Any]:

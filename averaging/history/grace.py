@@ -1,4 +1,4 @@
-"""How long a peer without a quorum waits before it goes on by itself with a break, and whether others may
+"""How long a peer without a quorum waits before it continues by itself with a break, and whether others may
 have waited for it. Pure.
 """
 
@@ -7,9 +7,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-GRACE_S_MIN: Final = 15.0  # longer than most cuts, and than a peer needs to notice that others are gone
+# longer than most network interruptions, and than the detection of failed peers takes
+GRACE_S_MIN: Final = 15.0
 GRACE_S_MAX: Final = 60.0
-_REFUSED_S: Final = 1.0  # where all missing electors' hosts refuse connections: their processes ended
+# grace if the hosts of all missing electors refuse connections, because their processes have ended
+_REFUSED_S: Final = 1.0
 # Part of the grace that may pass between two calls: a suspended machine does not wait.
 _AWAKE_S_MAX: Final = 2.0
 
@@ -19,7 +21,7 @@ class Grace:
 
     def __init__(self) -> None:
         self.waited_s = 0.0
-        self._seen_s: float | None = None  # last time when no quorum was found; None: there is one
+        self._seen_s: float | None = None  # last time without a quorum; None: there is one
 
     @property
     def is_running(self) -> bool:
@@ -49,7 +51,7 @@ class SleepWatch:
     TICK_S: Final = 5.0
 
     def __init__(self, now_s: Callable[[], float]) -> None:
-        """`now_s`: a clock that goes on while the machine is suspended, as a monotonic one does not. A
+        """`now_s`: a clock that continues while the machine is suspended, as a monotonic one does not. A
         correction of it by more than the shortest grace looks like sleep.
         """
         self._now_s, self._awake_s = now_s, now_s()

@@ -8,13 +8,14 @@ from collections.abc import Callable, Collection, Iterable
 from swarm.core.ids import Contact, PeerId
 
 _DISMISSED_MAX = 1024  # beyond this the head that was dismissed first is compared again
-_PEERS_MAX = 256  # beyond this the peer that was silent for the longest time is forgotten
+_PEERS_MAX = 256  # beyond this the stranger that was silent for the longest time is forgotten, then a member
 _ASKED_MAX = 3  # peers that are asked for the history of one head, one after the other
 # No question is repeated sooner, as long as this peer's own head is the same. A peer that waits compares
 # histories whenever it reads reports; larger: it learns later that another one has moved on
 ASK_AGAIN_S = 1.0
-# A peer that answers no call for this long has no voice any more: its records have expired by then. Too
-# large: the dead keep a newcomer from following the living; too small: who silences peers decides for it
+# A peer that answers no call for this long has no voice any more; its records have expired by then. Too
+# large: failed peers keep a newcomer from following live ones; too small: an attacker that silences peers
+# decides for it
 SILENT_S = 15.0
 
 
@@ -26,20 +27,28 @@ class KnownHeads:
         self._heard_s: dict[PeerId, float] = {}  # when each peer's report, or its record, was read last
         self._dismissed: OrderedDict[bytes, None] = OrderedDict()
         self._refused: set[PeerId] = set()  # peers whose hosts refused the last connection
-        self._silent_s: dict[PeerId, float] = {}  # since when peers answer no call
+        self._silent_s: dict[PeerId, float] = {}  # silent peers -> start of the silence
         # when each head was asked for, of anybody or (one that is needed) of this peer; and with which head
         self._asked_s: dict[tuple[bytes, PeerId | None], float] = {}
         self._asked_with = b""
 
-    def heard(self, contact: Contact, head: bytes, now_s: float) -> None:
-        """Record what a peer reports. `now_s`: a monotonic clock's time."""
-        # the record of a dead peer is read again and again: only news shows that it lives
+    def heard(
+        self,
+        contact: Contact,
+        head: bytes,
+        now_s: float,
+        counts: Callable[[PeerId], bool] = lambda peer: True,
+    ) -> None:
+        """Record what a peer reports. `now_s`: a monotonic clock's time. `counts`: whether a peer is no
+        stranger; any number of strangers displace no other peer.
+        """
+        # the record of a failed peer is read repeatedly, so only changes show that a peer is alive
         if self._heads.get(contact.peer_id, (b"",))[0] != head:
             self.answered(contact.peer_id)
         self._heads[contact.peer_id], self._heard_s[contact.peer_id] = (head, contact), now_s
         self._heads.move_to_end(contact.peer_id)
         if len(self._heads) > _PEERS_MAX:
-            self.forget(next(iter(self._heads)))
+            self.forget(next((one for one in self._heads if not counts(one)), next(iter(self._heads))))
 
     def answered(self, peer: PeerId) -> None:
         """Record that a peer answered a call."""
@@ -50,8 +59,9 @@ class KnownHeads:
         """Record that a peer did not answer a call: it is silent since it was heard last. `refused`: its host
         refused the connection; `now_s`: a monotonic clock's time.
         """
-        if peer in self._heads:
-            self._silent_s.setdefault(peer, min(self._heard_s[peer], now_s))
+        if peer not in self._heads:
+            return
+        self._silent_s.setdefault(peer, min(self._heard_s[peer], now_s))
         if refused:
             self._refused.add(peer)
 
@@ -65,6 +75,7 @@ class KnownHeads:
         """Forget what a peer reported."""
         for known in (self._heads, self._heard_s, self._silent_s):
             known.pop(peer, None)
+        self._refused.discard(peer)
 
     def contacts(self, peers: Iterable[PeerId]) -> list[Contact]:
         """Return the contacts of those of the peers that are known."""

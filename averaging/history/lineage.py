@@ -1,7 +1,7 @@
 """The lineage of one peer: the history that its state comes from, the promises of its votes, and its relation
 to the histories of others. Pure.
 
-A peer without a quorum waits for the grace before it goes on by itself with a break, so that a short cut
+A peer without a quorum waits for the grace before it continues by itself with a break, so that a short cut
 costs a pause and not a fork. Histories that have parted are united by a rule that is fixed at the moment when
 they part, so that identities created later have no influence.
 """
@@ -41,10 +41,10 @@ from swarm.core.identity import verify
 from swarm.core.ids import PeerId
 from swarm.core.standing import NO_SPECIFICATION, Founding
 
-# kept: cuts that last for more rounds than these are healed by comparing breaks
+# certificates kept; histories that parted for more rounds are compared by their breaks
 CERTIFICATES_MAX: Final = 256
 PARTINGS_MAX: Final = 8  # heads before breaks that are remembered after their certificates
-_DECIDING: Final = "a majority of the {} peers that decide how this run goes on"
+_DECIDING: Final = "a majority of the {} peers that decide how this run continues"
 
 
 class Lineage:
@@ -60,15 +60,15 @@ class Lineage:
         # the empty chains at the heads before breaks whose certificates were dropped
         self._partings: deque[Chain] = deque(maxlen=PARTINGS_MAX)
         self._present: Chain | None = None  # the empty chain at the head, until it moves: asked for often
-        self._promises = Promises()  # by its votes on this head
+        self._promises = Promises()  # made by its votes on this head
         self._goodbyes: dict[PeerId, bytes] = {}  # signatures of electors of this head that have left
         self._early_goodbyes: dict[PeerId, bytes] = {}  # signatures of electors for another head than this
         self._grace = Grace()
-        # number of the first certificate of this line that this process took part in: no earlier process can
+        # number of the first certificate of this line in which this process took part; no earlier process can
         # have voted on a later head
         self._new_from: int | None = None
-        # this head was loaded, and may be older than that: this peer may have voted on it before; or others
-        # may have gone on from it while this process stood still
+        # this head was loaded and may be older: this peer may have voted on it in an earlier process, or
+        # others may have continued from it while this process was suspended
         self._restored = False
         self.growth = GrowthClock()
 
@@ -178,7 +178,7 @@ class Lineage:
             back = back * 2 if back > 1 else 2
         return found if found[-1] == known[0] else [*found, known[0]]
 
-    # ---- what it becomes
+    # ---- changes
 
     def extend(self, certificate: Certificate) -> None:
         """Take the certificate of a round that this process took part in. Raise PeerError when it extends
@@ -199,7 +199,7 @@ class Lineage:
         it. A chain without a common head replaces everything: check the whole of it before.
         """
         if chain.last_head == self.head:
-            return  # what this peer promised on this head stays
+            return  # promises on this head remain valid
         start = self._last_common(chain)
         if start is not None:
             self._return_to(chain.certificates[start].proposal.head)
@@ -257,8 +257,8 @@ class Lineage:
         is_break: bool,
         new_hour: bool = False,
     ) -> Proposal:
-        """Return the proposal of a round of this group on the present head. One group is enough for the
-        epoch after it. Electors whose goodbyes this peer knows leave the list.
+        """Return the proposal of a round of this group on the present head, which has room for the whole
+        swarm. Electors whose goodbyes this peer knows leave the list.
         """
         gone = leaving(self.electors, self.register, contributors, self._goodbyes, is_break=is_break)
         electors, register = electors_after(
@@ -286,6 +286,7 @@ class Lineage:
         group_id: bytes,
         is_break: bool,
         sign: Callable[[bytes], bytes],
+        samples: Sequence[int] = (),
     ) -> Certificate:
         """Return the certificate of a round of this peer alone. The caller has made sure that it is a quorum,
         or that the grace is over.
@@ -293,13 +294,11 @@ class Lineage:
         `group_id`: 32 random bytes. A process that starts again from an old checkpoint would otherwise come
         to the head of an earlier process, with another state, and could have voted there before.
         """
+        own = (self.own,)
         proposal = self.propose(
-            epoch=epoch,
-            kind=kind,
-            group_id=group_id,
-            contributors=(self.own,),
-            is_break=is_break,
+            epoch=epoch, kind=kind, group_id=group_id, contributors=own, is_break=is_break
         )
+        proposal = replace(proposal, samples=tuple(samples))
         result = blake3(b"swarm alone\0" + proposal.digest()).digest()
         signature = sign(vote_statement(proposal.digest(), result))
         return Certificate(
@@ -311,7 +310,7 @@ class Lineage:
         Call `promise` before the vote is sent.
 
         Somebody may hold a certificate for what it voted for before on this head, so it waits until that can
-        no longer be (`release`), or goes on with a break after the grace.
+        no longer be (`release`), or continues with a break after the grace.
 
         An elector that is asked for its vote from `outside` of the group, and has voted in another attempt,
         votes for none: otherwise nobody could tell that the attempts have failed.
@@ -362,7 +361,7 @@ class Lineage:
 
     def wake(self) -> None:
         """Record that this process stood still for longer than the shortest grace. Other electors may have
-        gone on with a break meanwhile. A peer that is a quorum by itself would not ask them: as after a
+        continued with a break meanwhile. A peer that is a quorum by itself would not ask them: as after a
         restart it takes no part in decisions on this head.
         """
         others = any(peer != self.own and peer not in self._goodbyes for peer in self.electors)
@@ -443,7 +442,7 @@ class Lineage:
             root = replace(chain, certificates=())
         replace(root, certificates=theirs).check(self.run)
         if common == self.head and is_beginning:
-            return Relation.AHEAD  # voices decide whether it is followed
+            return Relation.AHEAD  # the voices decide whether to follow it
         if common == self.head:
             follows = not theirs[0].proposal.is_break or (
                 (self.is_waiting or self.own not in root.electors)

@@ -26,7 +26,7 @@ _APART_MAX: Final = 8  # electors of another line that are asked for their histo
 class _Offer:
     chain: Chain
     contact: Contact
-    heads: frozenset[bytes]  # for which a voice supports it
+    heads: frozenset[bytes]  # heads for which the voice supports it
 
 
 class Offers:
@@ -59,7 +59,7 @@ class Offers:
             electors = {peer for parting in lineage.partings() for peer in parting.electors}
             elsewhere = {head for head in heads.values() if not lineage.knows(head)} - {genesis(lineage.run)}
             apart = [peer for peer in electors.difference(first) if heads.get(peer) in elsewhere]
-            # whether the first ones answer is news, too
+            # whether these peers answer is also relevant
             return [*first, *sorted(apart)[:_APART_MAX]]
         return [
             one

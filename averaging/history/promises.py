@@ -7,7 +7,8 @@ from typing import Final
 
 from averaging.history.certificate import Proposal
 
-_CLOSED_MAX: Final = 1024  # attempts on one head in which a peer votes for none; in further ones it is silent
+# attempts on one head in which a peer votes for none; in further ones it does not vote
+_CLOSED_MAX: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,11 +18,11 @@ class Promises:
     An attempt is named by the digest of its proposal: a leader may give two groups the same name.
     """
 
-    attempt: bytes = b""  # in which it voted for a result that may still be certified; b"": in none
+    attempt: bytes = b""  # attempt in which it voted for a result that may still be certified; b"": none
     result: bytes = b""  # which it voted for there
-    has_ended: bool = False  # that attempt is over for this peer, and it does not know how
+    has_ended: bool = False  # that attempt has ended for this peer without a known result
     closed: frozenset[bytes] = frozenset()  # attempts in which it votes for no result any more
-    declined: frozenset[bytes] = frozenset()  # those of them in which it voted for none
+    declined: frozenset[bytes] = frozenset()  # the subset in which it voted for none
 
     def refusal(self, proposal: Proposal, result: bytes) -> str:
         """Return why this peer must not vote for `result` (b"": for none) of this proposal; "" when it
@@ -31,7 +32,7 @@ class Promises:
             return ""
         attempt = proposal.digest()
         if attempt in self.declined and not result:
-            return ""  # the same vote again: its first one may have been lost
+            return ""  # the vote is repeated because the first one may have been lost
         if attempt in self.closed:
             return "this peer has voted for none in this attempt, or has found that it failed"
         if not result and (len(self.closed) == _CLOSED_MAX or self.attempt == attempt):

@@ -25,26 +25,26 @@ class RoundLineage:
     kind: RoundKind
     electors: tuple[PeerId, ...]  # of the head, in order of seniority
     register: Register = NEW_REGISTER  # of the head
-    new_hour: bool = False  # as this peer's clock says, a quarter more electors may be admitted
+    new_hour: bool = False  # according to this peer's clock, a quarter more electors may be admitted
     goodbyes: Mapping[PeerId, bytes]  # signatures of electors that have left
-    is_break: bool = False  # it commits without a quorum of the electors
-    # False: one of several all-reduces of a round, which commits without a quorum; the history only says
-    # whose votes count
+    is_break: bool = False  # the round commits without a quorum of the electors
+    # False: one of several all-reduces of a round, which commits without a quorum; the history only
+    # determines whose votes count
     extends: bool = True
     seats: int = 0  # peers that are expected in the electors' cell, where the round is held; 0: it is not
     grid_rounds: int = 1  # of the next epoch, as this peer sees the swarm
     peers: int = 0  # in the swarm, as far as this one knows; 0: unknown
     # Given the contributors of a group, it returns why that group cannot commit, or "".
     may_begin: Callable[[Sequence[PeerId]], Awaitable[str]]
-    # Told that the round has ended here that a "" of `may_begin` allowed.
+    # Called when a round that `may_begin` allowed has ended here.
     ended: Callable[[], None]
-    # Given a proposal and a result (b"": none), it returns why this peer must not vote so, or "". A peer that
-    # votes as an elector does so once per head, so a "" is remembered.
+    # Given a proposal and a result (b"": none), it returns why this peer must not vote for it, or "". Since
+    # an elector votes once per head, "" is recorded as its vote.
     may_vote: Callable[[Proposal, bytes], str]
-    # Told that this attempt can no longer be committed by anybody.
+    # Called when this attempt can no longer be committed by any peer.
     release: Callable[[Proposal], None]
-    # Told that this attempt has ended here without an outcome that this peer knows. It returns whether the
-    # peer's vote there still binds it.
+    # Called when this attempt has ended here with an unknown result. It returns whether the peer's vote in it
+    # is still binding.
     leave: Callable[[Proposal], bool]
     # the contact of an elector that is not in the group, to ask it for its vote; None: it is not known
     find_contact: Callable[[PeerId], Awaitable[Contact | None]]

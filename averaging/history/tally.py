@@ -43,7 +43,7 @@ class Tally:
         self.proposal = proposal
         self.electors, self._register = tuple(electors), register
         self.votes: dict[PeerId, Vote] = {}
-        # peers that signed two different votes in this attempt, with both: their votes count for nothing
+        # peers with two different signed votes in this attempt, and these votes, which do not count
         self.liars: dict[PeerId, tuple[Vote, Vote]] = {}
         self.goodbyes: dict[PeerId, bytes] = {}
         self._digest = proposal.digest()
@@ -51,8 +51,7 @@ class Tally:
         self._deciders = proposal.deciders
         self._counts = Counter[bytes]()  # votes of deciders, by result
         self.majority: bytes | None = None  # the result that more than half of the deciders voted for
-        # what follows from the known votes, until another one is counted: it is asked for after every event
-        # of a round
+        # cached result of the known votes, because it is needed after every event of a round
         self._certificate: Certificate | None = None
         self._is_known = False  # whether there is a certificate
         self._is_dead: bool | None = None
@@ -164,7 +163,8 @@ class Tally:
 
     def _is_possible(self, result: bytes | None) -> bool:
         """Return whether further votes can certify this result. None: one that nobody has voted for yet."""
-        # who has not voted may vote for it, unless it has left, and a liar may have voted for it elsewhere
+        # a decider without a vote may still vote for it, unless it has left; a liar may have voted for it
+        # elsewhere
         supporters = {
             peer
             for peer in self._voters

@@ -58,7 +58,7 @@ def check_load(timeout_s: float, codec: str, *, may_round: bool) -> None:
     if check_state_codec(codec) != EXACT and not may_round:
         raise UsageError(
             f"codec={codec!r} rounds what is loaded, and with state_sync_epochs=0 this peer would differ "
-            "from the others for ever: leave one of the two out"
+            "from the others forever: leave one of the two out"
         )
     if not 0 < timeout_s < float("inf"):
         raise UsageError(f"timeout_s must be a positive number of seconds, not {timeout_s!r}")

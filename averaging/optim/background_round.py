@@ -27,9 +27,9 @@ class RoundPlan:
     weight: float
     gather: Any
     timeout_s: float  # of one round
-    # returns what this peer sends in the next round, from what the members of the last one sent
+    # returns the value to gather in the next round, computed from the gathered values of the last one
     merge: Callable[[Sequence[Any]], Any]
-    # takes the result of one round, which writes the averages into the tensors
+    # receives the result of one round and writes the averages into the tensors
     take: Callable[[PendingRound], RoundResult] = PendingRound.result
 
     @property

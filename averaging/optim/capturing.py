@@ -21,15 +21,15 @@ _log = logging.getLogger(__name__)
 # epochs captured while the state is downloaded, one copy of the gradients each; beyond it the download
 # restarts
 REPLAY_ROUNDS_MAX = 64
-# A first download that ends sooner takes no part in rounds; this is the longest that others wait for this
-# peer
+# During a first download shorter than this, the peer does not take part in rounds; it is also the longest
+# that others wait for it
 CAPTURE_AFTER_S = 0.5
-# How long to search for the group of a full epoch when the download has ended; a round that a group has begun
-# is not left. Too small: others have just reckoned with this peer
+# How long the search for the group of a full epoch continues after the download has ended; a round in
+# progress is not left. Too small: others have counted on this peer
 CAPTURE_GRACE_S = 3.0
 
-# The search for a round begins when its epoch is this near to its end. Too small: a newcomer that learns of
-# the end when the others' round is over misses short epochs; too large: messages of searches in vain
+# The search for a round begins this long before the expected end of its epoch. Too small: a newcomer that
+# learns of the end after the others' round misses short epochs; too large: messages of useless searches
 _EARLY_S = 2.0
 _POLL_INTERVAL_S = 0.05  # how often a newcomer checks, between rounds, whether its download is done
 
@@ -48,7 +48,8 @@ class RoundCapture:
         """`history`: of the state; None in modes without a common state."""
         self._node, self._mode, self._tracker = node, mode, tracker
         self._averager, self._history = averager, history
-        self._is_outpaced = False  # by the swarm: the latest download was given up after a missed epoch
+        # the swarm was faster: the latest download was abandoned after a missed epoch
+        self._is_outpaced = False
 
     def run_during(
         self, download: Download, future: concurrent.futures.Future[DownloadedState], epoch: int
@@ -82,7 +83,7 @@ class RoundCapture:
             if download.epoch is not None and any(
                 one not in captured for one in range(download.epoch, epoch)
             ):
-                # restarting is better than finishing in vain
+                # restarting is better than completing a useless download
                 self._is_outpaced = True
                 future.cancel()
                 break
@@ -101,7 +102,7 @@ class RoundCapture:
     def _is_near_end(self, epoch: int, future: concurrent.futures.Future[DownloadedState]) -> bool:
         """Return whether to search for the round of this epoch; wait a moment if the epoch is not full."""
         history = self._history
-        # where no elector must agree, or in a cell of the grid, newcomers would form a group of their own
+        # without electors that must agree, or in a cell of the grid, newcomers would form a separate group
         may_be_early = history is not None and history.has_begun and history.grid_rounds == 1
         if may_be_early and self._tracker.view().eta_s <= _EARLY_S:
             return True
@@ -121,7 +122,7 @@ class RoundCapture:
             if future.done():
                 ended_s = min(ended_s, now_s)
                 if not self._tracker.wait_full(epoch, 0.0):
-                    return True  # nobody waits for this peer yet
+                    return True  # no other peer waits for this one yet
             return self._is_behind() or now_s - ended_s >= CAPTURE_GRACE_S
 
         result = self._averager.average(epoch, is_obsolete, 0.0)

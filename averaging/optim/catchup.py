@@ -40,26 +40,28 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# longest wait in the first step for the first read of the others' progress
+# longest wait, in the first step, for the first read of the others' progress
 FIRST_REFRESH_TIMEOUT_S = 5.0
 
 _REFRESH_AGE_S_MAX = 5.0  # age of the last read of others' progress on which a first attempt is based
 _READ_TIMEOUT_S = 5.0
-_HISTORY_TIMEOUT_S = 5.0  # for the history of a state that was downloaded
-_UNREADABLE_S = 15.0  # a peer with a state believes to be alone when it could read no record for this long
+_HISTORY_TIMEOUT_S = 5.0  # timeout for the history of a downloaded state
+_UNREADABLE_S = 15.0  # a peer with a state that could read no record for this long assumes that it is alone
 _SURVEY_S_MAX = 12.0  # longer than a read of the records and the comparison of histories
-# A report that the run has begun, of a peer that is no introducer, is believed without a certificate for this
-# long in all. Too small: a peer whose history cannot be fetched yet is ignored; too large: a liar delays the
-# beginning of a run
+# Total time for which a report that the run has begun is believed without a certificate, if its sender is not
+# an introducer. Too small: a peer whose history cannot be fetched yet is ignored; too large: a liar delays
+# the beginning of a run
 _UNPROVEN_S = 60.0
-# While most electors do not say which state they hold, none is loaded for this long: the least time for which
-# a peer without a quorum waits. Then others may have gone on without them
+# While most electors do not report their state, none is loaded for this long, which is the shortest wait of a
+# peer without a quorum. After it, others may have continued without them
 _ELECTORS_WAIT_S = 15.0
-_RETRY_S_FIRST = 0.25  # pause before another attempt at a download: many newcomers may wait for a few donors
+# pause before the next download attempt, because many newcomers may wait for a few donors
+_RETRY_S_FIRST = 0.25
 _RETRY_S_MAX = 4.0
 _DISTRUSTED_MAX = 1024  # remembered; beyond this the oldest is forgotten
 _FAILURES_SHOWN_MAX = 3  # failures listed in one message
-_REGISTER_S = 1.0  # for the reports to the others; a peer that does not answer in time reads the DHT instead
+# timeout of reports to the others; a peer that does not answer in time reads the DHT instead
+_REGISTER_S = 1.0
 _HIDDEN_S = 10.0  # a peer that has just started announces no address until another one has called it back
 _UNREAD = "no other peer has answered yet, so that this peer does not know whether the run has begun"
 
@@ -107,11 +109,11 @@ class CatchUp:
         self._node, self._run_id, self._mode, self._state = node, tracker.run_id, mode, mode.state
         self._tracker, self._averager = tracker, averager
         self._capture = RoundCapture(node, mode, tracker, averager, history)
-        # donors of a state that does not fit, or of chunks that do not match their digests, with the reason:
-        # this optimizer does not ask them again
+        # donors of an incompatible state, or of chunks with wrong digests -> reason; this optimizer does not
+        # ask them again
         self.distrusted: dict[PeerId, str] = {}
         self._unproven_since_s: float | None = None  # a report without a certificate was believed first
-        self._registered_epoch = -1  # that the others were told of last
+        self._registered_epoch = -1  # epoch that was last reported to the others
         self.blocklist = blocklist
 
     def load(
@@ -138,7 +140,7 @@ class CatchUp:
             if attempt.reason or self._tracker.refresh_age_s() > _REFRESH_AGE_S_MAX:  # another attempt
                 self._tracker.wait_refresh(min(FIRST_REFRESH_TIMEOUT_S, max(attempt.left_s, 0.01)))
             donors = self._donors(attempt, among)
-            # the records of donors outlive them, and a peer that has a state does not wait for that
+            # records of failed donors live on, and a peer that has a state does not wait until they expire
             may_be_alone = not donors or (self._state.epoch and self._tracker.is_alone())
             if may_be_alone and (alone := self._reason_to_begin(attempt)):
                 return self._not_loaded(attempt, alone, alone=True)
@@ -235,15 +237,15 @@ class CatchUp:
             electors=lambda: self._electors(attempt.among),
             waits_for_electors=attempt.seconds < _ELECTORS_WAIT_S,
         )
-        # until a donor has a place for it, this peer is in nobody's way: rounds do not wait for it
+        # until a donor has a place for it, rounds do not wait for this peer
         if not self._reserve(attempt, download, donors):
             return None
         attempt.retries.reset()
         self._mode.learner.suspend()
-        self._capture.follow_history()  # so that this peer knows the members, and introduces itself to them
-        # before asking for the state: this peer takes part in all rounds after whatever epoch the state has
+        self._capture.follow_history()  # to learn the members and introduce this peer to them
+        # before requesting the state, so that this peer takes part in all rounds after the state's epoch
         self._averager.open()
-        # the history that it follows may be shorter than its own was, where the two have parted
+        # after a parting, the history that it follows may be shorter than its own was
         certified = self._history.certified_epoch if self._history and self._history.has_begun else None
         download.epoch_min = epoch = (
             max(self._tracker.swarm_epoch(), self._state.epoch) if certified is None else certified
@@ -307,7 +309,8 @@ class CatchUp:
             self._unregister()
             return None
         try:
-            if not self._belongs(downloaded):  # the swarm went on, or the donor is of another history
+            # the swarm has advanced, or the donor belongs to another history
+            if not self._belongs(downloaded):
                 attempt.reason = "the downloaded state belongs to another history than the swarm's"
                 self._unregister()
                 return None
@@ -390,7 +393,7 @@ class CatchUp:
 
     def _read_donors(self, shard: str) -> dict[str, Entry]:
         key = donors_key(self._run_id, shard)
-        for latest in (False, True):  # replicas that have just come may lack the records
+        for latest in (False, True):  # new replicas may lack the records
             get = self._node.dht.service.get(key, latest=latest, timeout_s=_READ_TIMEOUT_S)
             found = self._node.network.run(get, _READ_TIMEOUT_S + 1)
             if isinstance(found, dict) and found:

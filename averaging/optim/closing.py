@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from averaging.blocklist import EXCLUDED
-from averaging.history.certificate import RoundKind
+from averaging.history.certificate import SAMPLES_MAX, RoundKind
 from averaging.optim.catchup import CatchUp
 from averaging.optim.epoch_averager import OBSOLETE_ROUND_GRACE_S, EpochAverager, StateRound
 from averaging.optim.modes import Mode
@@ -23,7 +23,7 @@ from swarm.core.ids import PeerId
 
 _log = logging.getLogger(__name__)
 
-ROUNDS_MAX = 3  # attempts within one call of step; after that the next call tries again
+ROUNDS_MAX = 3  # attempts within one call of step; the next call tries again
 STATE_ROUNDS_MAX = 3  # attempts at averaging the state in its epoch
 # a peer steps alone only if its latest read of the others' progress is not older than this
 ALONE_CHECK_AGE_S_MAX = 4.0
@@ -38,8 +38,8 @@ _QUORUM_PAUSE_S = 0.1  # shortest interval of checks for a quorum
 _FIRST_STEP_S = 15.0
 # in modes where peers differ anyway: a peer at most this far behind keeps its own state
 _TOLERATED_LAG_EPOCHS_MAX = 3
-# it may not vote since it restored its state, its values were not finite, or (with local steps) it had missed
-# too many rounds
+# for example: it must not vote after restoring its state, its values were not finite, or (with local steps)
+# it had missed too many rounds
 _NO_WEIGHT = "this peer had no weight in the round"
 
 
@@ -49,7 +49,7 @@ class CloseOutcome:
 
     stepped: bool
     reason: str = ""
-    # why this peer's samples, if it had any, are not in what the step was made of; "": they are
+    # why this peer's samples, if any, did not count in the step; "": they counted
     not_counted: str = ""
     alone: bool = False
     behind: bool = False
@@ -76,21 +76,23 @@ class EpochCloser:
     ) -> None:
         """`load_timeout_s`: how long a peer without a state of the run waits for one."""
         self._clock, self._load_timeout_s = catch_up.clock, load_timeout_s
-        self._waits_to_begin_s: float | None = None  # since when it does not make the first certificate
-        self._ready_to_begin_s: float | None = None  # since when the first epoch of the run is full here
+        # when it began to wait instead of making the first certificate
+        self._waits_to_begin_s: float | None = None
+        # when the first epoch of the run was full here
+        self._ready_to_begin_s: float | None = None
         self._mode, self._state, self._tracker, self._donor = mode, mode.state, tracker, donor
         self._averager, self._catch_up, self._history = averager, catch_up, tracker.history
         self._traits = mode.traits
         self._epoch_began_s = self._clock.monotonic_s()
-        self._sought_s = -math.inf  # when a quorum was looked for last during a round
-        self._lacks_quorum = False  # at that time
-        self._said_waits = -1  # the epoch of which it was said that it waits for a quorum
+        self._sought_s = -math.inf  # time of the last quorum check during a round
+        self._lacks_quorum = False  # result of that check
+        self._announced_wait_epoch = -1  # latest epoch with a message that the peer waits for a quorum
         self.round_is_break = False  # the latest attempt began after the grace
         self._epoch_s = 0.0  # running estimate of how long an epoch takes
         self._newcomers = NewcomerWait(self._epoch_began_s)
 
     def is_behind(self) -> bool:
-        """Return whether the swarm went on without this peer. In modes where peers proceed alone, a few
+        """Return whether the swarm continued without this peer. In modes where peers proceed alone, a few
         epochs of difference are tolerated.
         """
         if self._history is not None:
@@ -100,7 +102,7 @@ class EpochCloser:
         )
 
     def is_obsolete(self) -> bool:
-        """Return whether the running round can no longer succeed: the swarm went on without this peer, or,
+        """Return whether the running round can no longer succeed: the swarm continued without this peer, or,
         while it searched for a group, the quorum was lost for the length of the grace. The remaining peers
         then meet for a round with a break, once each has noticed it. A search is over, too, when nobody is
         left in this epoch: the others have died, or follow another history.
@@ -145,7 +147,7 @@ class EpochCloser:
             for peer, other in self._tracker.others().items()
         )
         if self.round_is_break or history.is_break or self._has_waited_for_first_steps():
-            self._newcomers.empty()  # this peer has waited for others long enough
+            self._newcomers.empty()  # this peer has waited long enough for others
         return self._newcomers.waits(self._clock.monotonic_s(), newcomers=newcomers)
 
     def run_rounds(self, *, again: bool) -> CloseOutcome:
@@ -183,13 +185,13 @@ class EpochCloser:
 
     def wait_for_quorum(self, failed: int) -> CloseOutcome | None:
         """Wait until this peer may try to commit: with a majority of the peers that decide, or after the
-        grace. Return None then, or the outcome of an attempt that ends here: others went on meanwhile, or the
-        mode trains on while it waits.
+        grace. Return None then, or the outcome of an attempt that ends here: others continued meanwhile, or
+        the mode trains on while it waits.
         """
         history, self.round_is_break = self._history, False
         if history is None:
             return None
-        history.leave(None)  # an interrupted trainer did not take the outcome of its round
+        history.leave(None)  # an interrupted trainer did not process the result of its round
         if not history.has_begun:
             if self._ready_to_begin_s is None:
                 self._ready_to_begin_s = self._clock.monotonic_s()
@@ -199,9 +201,10 @@ class EpochCloser:
         if history.grid_rounds > 1 and self.has_peers():
             return None  # in a swarm larger than a group the electors decide after the others' rounds
         while not history.seek_quorum(self._tracker.voters(), self._clock.monotonic_s(), self._epoch_s):
-            if self._said_waits != self._state.epoch:  # a mode that trains on comes here at every step
+            # modes that train during rounds get here at every step
+            if self._announced_wait_epoch != self._state.epoch:
                 _log.warning("epoch %d is full, and not closed: %s", self._state.epoch, history.quorum_text())
-            self._said_waits = self._state.epoch
+            self._announced_wait_epoch = self._state.epoch
             if self._catch_up.blocklist.own_is_banned:
                 return CloseOutcome(stepped=False, reason=EXCLUDED, rounds_failed=failed)
             if self.is_behind():
@@ -209,7 +212,7 @@ class EpochCloser:
             if self._traits.keeps_progress and not history.waits_briefly:
                 return CloseOutcome(stepped=False, reason=history.quorum_text(), rounds_failed=failed)
             self._tracker.wait_refresh(_QUORUM_POLL_S)
-            # a peer that is cut off reads its own records only, in no time
+            # a peer that is cut off reads only its own records, at once
             self._tracker.wait_full(self._state.epoch + 1, _QUORUM_PAUSE_S, self.is_behind)
         self.round_is_break = history.is_break
         if history.is_break:
@@ -242,14 +245,15 @@ class EpochCloser:
         weight, _ = self._mode.prepare(self._state.epoch)
         with self._undone_if_not_applied():
             if self._history is not None:
-                self._history.commit_alone(self._state.epoch + 1, RoundKind.EPOCH)
+                samples = (min(int(weight), SAMPLES_MAX),)
+                self._history.commit_alone(self._state.epoch + 1, RoundKind.EPOCH, samples)
             self._advance([], ())
         return CloseOutcome(
             stepped=True,
             alone=True,
             round=result,
             rounds_failed=failed,
-            # a step alone takes local steps as they are
+            # a step without others applies local steps unchanged
             not_counted="" if weight or self._traits.keeps_progress else _NO_WEIGHT,
         )
 
@@ -294,7 +298,7 @@ class EpochCloser:
             return self.step_alone(result, failed)
         self._probe()
         if result.reason == "passed" or self.is_behind():
-            # a search that found no group before the others had closed the epoch is no round
+            # a search that found no group before the others closed the epoch does not count as a round
             return self._missed(failed if result.attempts else failed - 1, result)
         return None
 
@@ -307,7 +311,7 @@ class EpochCloser:
         now_s = self._clock.monotonic_s()
         took_s, self._epoch_began_s = now_s - self._epoch_began_s, now_s
         self._epoch_s = took_s if self._epoch_s == 0.0 else 0.8 * self._epoch_s + 0.2 * took_s
-        self._sought_s = -math.inf  # the head has moved: what was found about a quorum is old
+        self._sought_s = -math.inf  # the head has moved, so the last quorum check is outdated
         self._catch_up.advance(lambda: self._mode.apply(metadata))
         if self._traits.proceeds_alone:
             # catch up with epochs that passed while this peer waited for a partner in vain
@@ -334,11 +338,16 @@ class EpochCloser:
         others, history = self._tracker.others(), self._history
         if history is None:
             return any(other.epoch >= self._state.epoch for other in others.values())
-        # after the grace nobody waits for one that loads a state: it joins rounds with a quorum only
+        # after the grace, others do not wait for a peer that loads a state; it joins only rounds with a
+        # quorum
         waits_for_joining = not (history.is_break or self._has_waited_for_first_steps())
-        company = [one for one in self._tracker.company().values() if waits_for_joining or not one.joining]
+        partners = [
+            other
+            for other in self._tracker.others_at_head().values()
+            if waits_for_joining or not other.joining
+        ]
         # heads that were not compared yet may turn out to be the same history, one round further
-        return bool(company) or any(history.is_new(peer, other.head) for peer, other in others.items())
+        return bool(partners) or any(history.is_new(peer, other.head) for peer, other in others.items())
 
     def _has_waited_for_first_steps(self) -> bool:
         """Return whether this peer has waited long enough to begin the run without those that do not step."""
@@ -358,7 +367,7 @@ class EpochCloser:
         epoch = self._state.epoch
         if not self._averager.state_sync_epochs or not self._traits.canonical:
             return None
-        # even alone: newcomers must be able to find this peer when the round comes
+        # also when alone, because newcomers must be able to find this peer for the round
         self._averager.open_state()
         if epoch % self._averager.state_sync_epochs and epoch != min(2, self._averager.state_sync_epochs):
             return None
@@ -375,7 +384,7 @@ class EpochCloser:
                 or self._state_round_is_obsolete()
             ):
                 break
-            # by now a peer that opened its averager a moment later is known
+            # a peer that opened its averager a moment later is known by now
             self._tracker.wait_refresh(_REFRESH_TIMEOUT_S)
             state_round = self._averager.average_state(self._state_round_is_obsolete)
         if state_round.result.failed:
@@ -390,14 +399,14 @@ class EpochCloser:
         """Return whether a round over the state cannot succeed: nobody will join it, or there is no quorum.
         Then this peer continues training while the grace runs, and the state is averaged the next time.
         """
-        if self._others_went_on():
+        if self._others_continued():
             return True
         self._look_for_quorum()
-        # the vote of this very round may be what is lacking
+        # the missing vote may be that of this round
         free = not self._averager.in_state_round or (self._history is not None and self._history.is_bound)
         return self._lacks_quorum and free
 
-    def _others_went_on(self) -> bool:
+    def _others_continued(self) -> bool:
         """Return whether all others have finished averaging the state of this epoch, so that nobody will join
         that round.
         """

@@ -13,14 +13,14 @@ class OptimizerConfig:
     links follow from the node's preset (`NodeConfig.preset`).
     """
 
-    # peers in one round, the same number on all peers. Where more train, an epoch has several rounds, through
-    # the cells of a grid (docs/decisions/0030)
+    # peers in one round, equal on all peers. With more trainers an epoch has several rounds, through the
+    # cells of a grid (docs/decisions/0030)
     group_size_max: int = 64
     # one attempt at a round, matchmaking included; must exceed a training step. Too small: slow links never
     # finish
     round_timeout_s: float = 60.0
-    # of a download of the state within step: the size of the model and its statistics over the speed of the
-    # link
+    # timeout of a state download within `step`: size of the model and its statistics divided by the speed of
+    # the link
     load_timeout_s: float = 600.0
     publish_metrics: bool = True  # False: monitors see only this peer's progress
 

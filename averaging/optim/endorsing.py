@@ -31,7 +31,7 @@ class Endorser:
         if not (is_supported(proposal, result, votes) if result else declines):
             return "the votes of these contributors are no majority"
         if reason := history.may_vote(proposal, result, outside=True):
-            # a promise elsewhere: without this vote neither attempt could be found to have failed
+            # promised in another attempt: without this vote neither attempt could be declared failed
             if not history.is_promised or history.may_vote(proposal, b"", outside=True):
                 return reason
             result = b""

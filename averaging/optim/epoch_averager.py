@@ -42,21 +42,22 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _NAMED_MAX = 3  # peers named in one message
-_STATE_TIMEOUT_S = 120.0  # time limit of one round over the state: it is larger than the gradients, and rare
-# share of the time that a run spends on waiting for one late peer. A peer that is late beyond that is left
-# out of the round, and its samples count in the next epoch
+_STATE_TIMEOUT_S = 120.0  # timeout of one round over the state, which is larger than the gradients, and rare
+# share of the time that a run may spend on waiting for one late peer. A peer that is later is left out of the
+# round, and its samples count in the next epoch
 _WAITING_SHARE_MAX = 0.1
-# longest time that a group waits for a late peer. Longer than a plain averager does: peers come to a round
-# only when their training step ends
+# longest time that a group waits for a late peer; longer than for a plain averager, because peers join a
+# round only at the end of their training step
 _GRACE_S_MAX = 30.0
-# a round is cancelled this long after the others went on to the next epoch. Too small: slow links lose rounds
+# a round is cancelled this long after the others moved to the next epoch. Too small: slow links lose rounds
 # that were about to end
 OBSOLETE_ROUND_GRACE_S = 5.0
-# relative distance by which a state may differ from the one that the electors certify. Too large: peers train
-# models that differ; too small: they download what rounds would make equal
+# allowed relative distance of a state from the one that the electors certify. Too large: peers train
+# different models; too small: they download states that rounds would make equal
 _TOLERANCE = 0.01
-_EXTRA_COUNTS_MAX = 1024  # elements of integer extra tensors: they travel in a round's metadata
-DISTANCE_ELEMENTS = 1 << 22  # compared at a time: bounds the float32 copies, unless one row is longer
+_EXTRA_COUNTS_MAX = 1024  # elements of integer extra tensors, which are sent in a round's metadata
+# elements compared at a time; bounds the float32 copies, unless one row is longer
+DISTANCE_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +67,8 @@ class StateRound:
     result: RoundResult
     # relative norm of the difference between this peer's parameters and the average
     drift: float | None = None
-    # why this peer must download the state, though the round succeeded: it differs from the others in what is
-    # not averaged; "" if it does not
+    # why this peer must download the state although the round succeeded, because values that are not averaged
+    # differ; "": it need not
     deviation: str = ""
     # the peers to download it from; empty: any
     donors: frozenset[PeerId] = frozenset()
@@ -83,7 +84,7 @@ class AveragingOptions:
     audit: float = 0.0
     error_feedback: bool = False
     strategy: PowerSgd | None = None
-    auxiliary: bool = False  # this peer reduces for others, and contributes nothing
+    auxiliary: bool = False  # this peer reduces for others and contributes nothing
     state_sync_epochs: int = 0  # interval of rounds over the state; 0: never
 
     def __post_init__(self) -> None:
@@ -273,7 +274,7 @@ class EpochAverager:
         hyperparameters = state.hyperparameters_digest()
         # a round overwrites the parameters; the mode and the drift need their previous values
         before = self._trained_copies()
-        moved: list[float] = []  # by each round, relative to the norm
+        moved: list[float] = []  # relative change by each round
 
         def metadata() -> dict[str, Any]:
             return {
@@ -337,7 +338,7 @@ class EpochAverager:
         self, tensors: Sequence[torch.Tensor], name: str, options: AveragingOptions
     ) -> Averager:
         traits, interval_epochs = self._mode.traits, 1 if name == "epochs" else self.state_sync_epochs
-        # of rounds that are further apart, each may wait as long as a round of one epoch may
+        # rounds over the state are rarer, but each may wait only as long as a round of one epoch
         waiting_share_max = _WAITING_SHARE_MAX / max(interval_epochs, 1)
         role: Role = traits.role if name == "epochs" else "statistic"
         # clipping needs a common origin, which parameters do not have
@@ -437,7 +438,7 @@ def relative_distance(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]
 def check_codec(options: AveragingOptions, traits: ModeTraits) -> None:
     """Raise UsageError for a codec or a strategy that would damage what this mode averages."""
     codec = options.codec
-    if options.strategy is not None and (traits.role == "parameter" or traits.slots > 1):
+    if options.strategy is not None and (traits.role == "parameter" or traits.flat):
         why = (
             "averages parameters themselves"
             if traits.role == "parameter"

@@ -1,5 +1,5 @@
 """The loop over epochs: accumulate, close the epoch together with the other peers, and download the state
-when the swarm went on without this peer.
+when the swarm continued without this peer.
 """
 
 from __future__ import annotations
@@ -57,23 +57,24 @@ class EpochLoop:
     ) -> None:
         self._clock = catch_up.clock
         self._closer = EpochCloser(mode, tracker, donor, averager, catch_up, load_timeout_s)
-        # called before epochs of this peer's own are given up, by the id that torch gave each
+        # hooks by torch's id, called before this peer discards epochs of its own
         self.reunion_hooks: OrderedDict[int, Callable[[], None]] = OrderedDict()
         self._mode, self._state, self._tracker, self._donor = mode, mode.state, tracker, donor
         self._averager, self._catch_up, self._load_timeout_s = averager, catch_up, load_timeout_s
         self._traits, self._learner = self._mode.traits, self._mode.learner
         self._rate = 0.0
         self._last_step_ended_s: float | None = None  # when the last step ended
-        self._absence_s = 0.0  # for which the next step keeps this peer from rounds
+        self._absence_s = 0.0  # expected absence from rounds during the next step
         self._started = False
         self._resync_reason = ""  # why the state must be downloaded before anything else
         self._resync_donors: frozenset[PeerId] = frozenset()  # the donors to ask; empty: all
         self._background: _BackgroundEpoch | None = None
         # samples at the time when the round failed, in a mode that keeps training
         self._failed_at_samples = 0
-        self._retry_at_samples = 0  # samples at which it is tried again: after as many more as had led to it
+        # number of samples at which the round is tried again, after as many further samples as before it
+        self._retry_at_samples = 0
         self._announcements_at_failure = 0  # the tracker's `full_announcements` when the round failed
-        self._failed_after_grace = False  # the round that failed was to go on without a quorum
+        self._failed_after_grace = False  # the failed round was meant to continue without a quorum
 
     def step(self, samples: int) -> StepReport:
         """Account for one local step of `samples` samples and close the epoch when it is full. Return a
@@ -81,7 +82,7 @@ class EpochLoop:
         """
         try:
             return self._step(samples)
-        except BaseException:  # Ctrl-C between two statements: no round may continue that nobody has
+        except BaseException:  # Ctrl-C between two statements: no round may continue without an owner
             if self._background is None:
                 self._averager.cancel()
             raise
@@ -96,7 +97,7 @@ class EpochLoop:
             "the swarm is ahead" if self._background is None and self._closer.is_behind() else ""
         )
         if self._resync_reason and not self._traits.keeps_progress:
-            report = self._resynchronise(behind, samples)  # these gradients are of another model
+            report = self._resynchronise(behind, samples)  # these gradients belong to another model
         else:
             report = self._accumulate(samples)
             if self._background is not None:
@@ -132,8 +133,8 @@ class EpochLoop:
         if result.loaded:
             self._resync_reason, self._resync_donors = "", frozenset()
             self._started = True
-            # what was kept counts in the epoch that was loaded; and the speed of a peer whose steps all end
-            # here would be known to nobody, the choice of its micro-batch included
+            # kept samples count in the loaded epoch. Also, a peer whose steps all end here would otherwise
+            # never report a speed, which the choice of its micro-batch needs
             if self._learner.samples or self._rate:
                 self._tracker.update_own(self._learner.samples, self._rate)
             self._joined()
@@ -240,7 +241,7 @@ class EpochLoop:
         )
 
     def _grace_is_over(self) -> bool:
-        """Return whether this peer has waited for a quorum for long enough to go on without."""
+        """Return whether this peer has waited for a quorum for long enough to continue without."""
         history = self._tracker.history
         return history is not None and history.keep_waiting(self._tracker.voters(), self._clock.monotonic_s())
 
@@ -335,7 +336,7 @@ class EpochLoop:
         )
         if not outcome.stepped:
             self._announcements_at_failure = self._tracker.full_announcements
-            # a search that was given up at the end of the grace is tried again at once, with the others
+            # a search that was abandoned at the end of the grace is tried again at once, with the others
             self._failed_after_grace = self._closer.round_is_break
             if self._traits.keeps_progress:
                 self._retry_at_samples, self._failed_at_samples = (
@@ -344,7 +345,7 @@ class EpochLoop:
                 )
             return replace(report, reason="; ".join(filter(None, (report.reason, outcome.reason))))
         self._retry_at_samples = self._failed_at_samples = 0
-        if contributed and outcome.not_counted:  # the average has taken the place of this peer's values
+        if contributed and outcome.not_counted:  # the average has replaced this peer's values
             why = f"{contributed} samples are dropped, for they are in no average: {outcome.not_counted}"
             _log.warning("epoch %d: %s", self._state.epoch - 1, why)
             reason = "; ".join(filter(None, (report.reason, why)))

@@ -17,6 +17,7 @@ from averaging.history.chain import Chain
 from averaging.history.electors import ELECTORS_MAX
 from averaging.history.encoding import PARTS_BYTES_MAX, decode_chain, encode_part, is_cut
 from averaging.history.lineage import CERTIFICATES_MAX
+from averaging.history.receipts import RECEIPT_BYTES_MAX, Receipt, decode_receipt
 from averaging.optim.state.snapshot import CHUNK_BYTES
 from swarm.core.errors import NetworkError, PeerError, UsageError
 from swarm.core.ids import Contact, PeerId
@@ -26,10 +27,13 @@ from swarm.wire import state_pb2
 if TYPE_CHECKING:
     from averaging.optim.history import RunHistory
     from averaging.optim.progress.tracker import Tracker
+    from averaging.optim.receipts import Receipts
     from averaging.optim.state.donor import Donor
     from swarm.node import Node
 
 _HISTORY_TIMEOUT_S = 2.0
+RECEIPT_TIMEOUT_S = 5.0
+SIGNATURES_BYTES_MAX = 8192  # of every elector, with its key
 
 REPORT = Method(
     name="/swarm.Run/Report",
@@ -59,6 +63,13 @@ HISTORY = Method(
     request_bytes_max=4096,
     reply_bytes_max=UNARY_BYTES_MAX,
 )
+RECEIPT = Method(
+    name="/swarm.Run/Receipt",
+    request=state_pb2.ReceiptRequest,
+    reply=state_pb2.ReceiptReply,
+    request_bytes_max=SIGNATURES_BYTES_MAX,
+    reply_bytes_max=RECEIPT_BYTES_MAX + SIGNATURES_BYTES_MAX,
+)
 CHUNKS = StreamMethod(name="/swarm.State/Chunks", message_bytes_max=CHUNK_BYTES + 4096)
 
 _LENGTH = struct.Struct("<I")
@@ -69,6 +80,7 @@ class _Run:
     progress: Tracker
     state: Donor
     history: RunHistory | None  # None: the run has no common state
+    receipts: Receipts | None
 
 
 class RunExchange:
@@ -85,6 +97,7 @@ class RunExchange:
         register_unary(OPEN, self._open)
         register_unary(CLOSE, self._close)
         register_unary(HISTORY, self._history)
+        register_unary(RECEIPT, self._receipt)
         register_stream(CHUNKS, self._chunks)
 
     @classmethod
@@ -92,14 +105,21 @@ class RunExchange:
         """Create the instance of a node; use `node.service(RunExchange.from_node)`."""
         return cls(node.handlers.unary, node.handlers.stream)
 
-    def add(self, run: str, progress: Tracker, state: Donor, history: RunHistory | None = None) -> None:
+    def add(
+        self,
+        run: str,
+        progress: Tracker,
+        state: Donor,
+        history: RunHistory | None = None,
+        receipts: Receipts | None = None,
+    ) -> None:
         """Register the handlers of a run. Raise UsageError when this node already has an optimizer for it."""
         with self._lock:
             if run in self._runs:
                 raise UsageError(
                     f"this node already has an Optimizer for run {run!r}: close it first, or use another node"
                 )
-            self._runs[run] = _Run(progress, state, history)
+            self._runs[run] = _Run(progress, state, history, receipts)
 
     def remove(self, run: str) -> None:
         """Remove the handlers of a run, if there are any."""
@@ -126,6 +146,12 @@ class RunExchange:
         if history is None:
             raise PeerError("this run has no common state")
         return await history.on_history(peer, request)
+
+    async def _receipt(self, peer: PeerId, request: state_pb2.ReceiptRequest) -> state_pb2.ReceiptReply:
+        receipts = self._find(request.run).receipts
+        if receipts is None:
+            raise PeerError("this run has no common state")
+        return await receipts.on_receipt(peer, request)
 
     async def _chunks(self, stream: Stream) -> None:
         message = await stream.receive()
@@ -169,7 +195,7 @@ class ShownHistory:
     """The answer of a peer that was asked for its history."""
 
     chain: Chain
-    declines: bool  # it votes for no group on its head that it is not in itself, for now
+    declines: bool  # it currently does not vote for groups on its head without itself
     goodbyes: Mapping[PeerId, bytes]  # signatures of electors of its head that have left, not verified
 
 
@@ -198,7 +224,7 @@ async def fetch_history(
             certificates = (*found.certificates, *part.certificates)[:CERTIFICATES_MAX]
             found = replace(found, certificates=certificates)
         else:
-            break  # that peer follows another history now, or has dropped what comes next
+            break  # that peer now follows another history, or has dropped the next certificates
         size_bytes += len(reply.chain)
         more = is_cut(reply.chain) and size_bytes < bytes_max and len(found.certificates) < CERTIFICATES_MAX
     assert found is not None
@@ -209,11 +235,25 @@ async def fetch_history(
     )
 
 
+async def fetch_receipt(caller: Caller, run: str, contact: Contact) -> Receipt | None:
+    """Return a peer's newest receipt of a run, not checked; None: it has none. Raise NetworkError or
+    PeerError.
+    """
+    request = state_pb2.ReceiptRequest(run=run)
+    reply = await caller.call(contact, RECEIPT, request, timeout_s=RECEIPT_TIMEOUT_S)
+    return decode_receipt(reply.receipt) if reply.receipt else None
+
+
 async def ask_holders(
-    holders: Iterable[Sequence[Contact]], at_once: int, ask: Callable[[Contact], Awaitable[bool]]
+    holders: Iterable[Sequence[Contact]],
+    at_once: int,
+    ask: Callable[[Contact], Awaitable[bool]],
+    *,
+    pause_s: float = 0.0,
 ) -> None:
     """Ask the peers of each list, which hold the same item, one after the other until one has answered;
-    `at_once` lists concurrently. `ask` returns whether the peer has answered.
+    `at_once` lists concurrently. `ask` returns whether the peer has answered; after one that did not nobody
+    is asked in its place for `pause_s`.
     """
     places = asyncio.Semaphore(at_once)
 
@@ -222,6 +262,7 @@ async def ask_holders(
             for contact in contacts:
                 if await ask(contact):
                     return
+                await asyncio.sleep(pause_s)
 
     async with asyncio.TaskGroup() as tasks:
         for contacts in holders:

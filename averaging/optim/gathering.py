@@ -30,7 +30,7 @@ def wait_for_peers(tracker: Tracker, count: int, is_over: Callable[[], bool]) ->
                 count,
             )
             seen = ready
-        # nobody makes progress while all wait: that is no hang, and this peer's report must not expire
+        # while all wait nobody makes progress; this is not a hang, and this peer's report must not expire
         tracker.pause(0, paused=True)
         tracker.pause(0, paused=False)
         tracker.wait_refresh(_POLL_S_MAX)

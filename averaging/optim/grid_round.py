@@ -34,7 +34,7 @@ class GridRound:
     def __init__(
         self, plan: RoundPlan, history: RunHistory, is_obsolete: Callable[[], bool], grace_s: float
     ) -> None:
-        """Begin. The rounds are cancelled `grace_s` after the swarm went on without this peer
+        """Begin. The rounds are cancelled `grace_s` after the swarm continued without this peer
         (`is_obsolete`).
         """
         self._plan, self._history, self._node = plan, history, plan.averager.node
@@ -44,7 +44,8 @@ class GridRound:
         self._weight, self._gather = plan.weight, plan.gather
         self._met: dict[PeerId, Contact] = {}
         self._averaged: RoundResult | None = None  # of the last round that succeeded
-        self._first: RoundResult | None = None  # that succeeded: into it went this peer's own values
+        # the first round that succeeded, which contains this peer's own values
+        self._first: RoundResult | None = None
         self._outcome: RoundResult | None = None
         self.made_by_electors = False  # the values are those that the electors certified, bit for bit
         self._pending: PendingRound | None = None
@@ -126,7 +127,9 @@ class GridRound:
             self._outcome = result  # nothing has changed, and it can be tried again
             return
         if result.failed:
-            _log.info("epoch %d goes on without round %d: %s", self._plan.epoch, self._number, result.detail)
+            _log.info(
+                "epoch %d continues without round %d: %s", self._plan.epoch, self._number, result.detail
+            )
         else:
             self._averaged, self._weight = result, result.weight
             self._first = self._first or result
@@ -145,7 +148,7 @@ class GridRound:
         if ahead is None:
             return None
         found = ahead.extending(history.head, self._plan.kind, self._plan.epoch_after)
-        # the cells of a break are others than those of the rest of the swarm
+        # the cells of a break differ from those of the rest of the swarm
         allowed = (True,) if self._began_as_break else (False, history.is_break)
         return found if found is not None and found.proposal.is_break in allowed else None
 

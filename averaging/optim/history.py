@@ -27,13 +27,14 @@ from averaging.optim.seats import SwarmSize
 from averaging.run_ledger import RunLedger
 from swarm.core.errors import NetworkError, PeerError
 from swarm.core.ids import Contact, PeerId
+from swarm.core.notify import ChangeEvent
 from swarm.wire import state_pb2
 
 _log = logging.getLogger(__name__)
 
 _PROBE_INTERVAL_S = 1.0  # interval at which missing electors are looked for
 _FETCHES_MAX = 8  # histories fetched at once
-_STRANGE_FETCHES_MAX = 4  # beside them, histories of strangers
+_STRANGE_MAX, _STRANGE_PAUSE_S = 4, 2.0  # beside them, of strangers; after one that did not answer
 
 
 class RunHistory:
@@ -54,20 +55,22 @@ class RunHistory:
         self._node, self._run, self.own, self._sign = node, run, node.contact.peer_id, sign
         self.ledger = ledger or RunLedger(self.own, run, node.clock, node.standing)
         self.size = SwarmSize(self.own, group_size_max)
-        self._lock, self._comparing, self._wake = threading.Lock(), asyncio.Lock(), asyncio.Event()
+        self._lock, self._comparing, self._wake = threading.Lock(), asyncio.Lock(), ChangeEvent()
         self._lineage = Lineage(run, self.own, node.standing.founding_of(run))
-        self._left: Lineage | None = None  # what `follow` replaced
+        self._left: Lineage | None = None  # the lineage that `follow` replaced
         self._ahead: Ahead | None = None
-        self._heads, self._rounds = KnownHeads(), 0  # the latter: groups with this peer that begin or run
+        self._heads, self._rounds = KnownHeads(), 0  # `_rounds`: groups of this peer that begin or run
         self._offers = Offers(introducers, lambda: node.dht.service.companions.named_by(run, introducers))
-        self._asked: dict[PeerId, Contact] = {}  # to be asked for their history
-        self._is_break = self.waits_briefly = False  # the latter: nobody is there to wait for
-        self._epoch_s = 0.0  # how long an epoch took when a quorum was looked for last
-        self._probed_s, self._has_left = -1e9, False  # the latter: it said goodbye, and votes no more
+        self._asked: dict[PeerId, Contact] = {}  # peers to ask for their history
+        self._is_break = self.waits_briefly = False  # `waits_briefly`: there is no peer to wait for
+        self._epoch_s = 0.0  # length of an epoch at the last quorum check
+        # `_has_left`: this peer said goodbye and does not vote any more
+        self._probed_s, self._has_left = -1e9, False
         self._sleep = SleepWatch(node.clock.swarm_s)
-        self.removed = frozenset[PeerId]()  # by the run's owner: nobody waits for them; replaced as a whole
-        self.has_parted = False  # the state loaded last is of a history that lacks what this peer had done
-        self._strange: list[list[Contact]] = []  # heads that strangers report, by those to be asked
+        # electors that the run's owner removed, which are not waited for; replaced as a whole
+        self.removed = frozenset[PeerId]()
+        self.has_parted = False  # the last loaded state belongs to a history without this peer's own work
+        self._strange: list[list[Contact]] = []  # for each head that strangers report, the peers to ask
 
     # ---- this peer's state
 
@@ -173,19 +176,20 @@ class RunHistory:
             self._lineage.extend(certificate)
             self._moved()
 
-    def commit_alone(self, epoch: int, kind: RoundKind) -> None:
+    def commit_alone(self, epoch: int, kind: RoundKind, samples: Sequence[int] = ()) -> None:
         """Extend the history with a step of this peer alone, after `seek_quorum` allowed it."""
         with self._lock:
             is_break, group_id = not self._lineage.has_quorum(()), self._node.rng.randbytes(DIGEST_BYTES)
             alone = self._lineage.alone(
-                epoch=epoch, kind=kind, group_id=group_id, is_break=is_break, sign=self._sign
+                epoch=epoch, kind=kind, group_id=group_id, is_break=is_break, sign=self._sign, samples=samples
             )
             self._lineage.extend(alone)
             self._moved()
 
     def restore(self, past: Chain) -> None:
         """Continue from a checkpoint's chain, which tells where it parted from other histories."""
-        valid = past.valid_part(self._run)  # checks signatures: not under the lock, for which the loop waits
+        # checks signatures, so not under the lock, for which the loop waits
+        valid = past.valid_part(self._run)
         with self._lock:
             self._lineage.adopt(valid)
             self._ahead = None
@@ -196,11 +200,11 @@ class RunHistory:
         """Ask a peer soon for the part of its history that follows this peer's head."""
         with self._lock:
             self._asked[contact.peer_id] = contact
-        self._node.network.loop.call_soon_threadsafe(self._wake.set)
+        self._node.network.loop.call_soon_threadsafe(self._wake.notify)
 
     def lacks_certificate(self, now_s: float) -> None:
         """Record that the electors do not certify what the cells have averaged. Call it every second or so:
-        after the grace this peer goes on with a break.
+        after the grace this peer continues with a break.
         """
         with self._lock:
             self._is_break = self._lineage.may_break(now_s, 0.0)
@@ -226,7 +230,7 @@ class RunHistory:
             self._is_break = may = lineage.may_break(now_s, epoch_s, refused=refused)
         if now_s - self._probed_s >= _PROBE_INTERVAL_S:
             self._probed_s = now_s
-            self._node.network.loop.call_soon_threadsafe(self._wake.set)
+            self._node.network.loop.call_soon_threadsafe(self._wake.notify)
         return may
 
     def keep_waiting(self, present: Iterable[PeerId], now_s: float) -> bool:
@@ -299,7 +303,7 @@ class RunHistory:
         return certified is not None and repeatable
 
     def keep_up(self) -> None:
-        """Follow the swarm's history, if it went on, on behalf of a peer that has no state."""
+        """Follow the swarm's history, if it continued, on behalf of a peer that has no state."""
         if (ahead := self.ahead) is not None:
             self.follow(ahead)
             self.settle()
@@ -351,9 +355,9 @@ class RunHistory:
         if not head:
             return
         with self._lock:
-            self._heads.heard(contact, head, self._node.clock.monotonic_s())
+            self._heads.heard(contact, head, self._node.clock.monotonic_s(), self._counts)
             if self._is_open(head):
-                self._wake.set()
+                self._wake.notify()
 
     def _is_open(self, head: bytes) -> bool:
         """Return whether this head must still be compared. The lock is held."""
@@ -373,10 +377,9 @@ class RunHistory:
             comparing: asyncio.Task[None] | None = None
             while True:
                 await self._wake.wait()
-                self._wake.clear()
                 await self.compare()
                 if self._strange and (comparing is None or comparing.done()):
-                    asking = ask_holders(self._strange, _STRANGE_FETCHES_MAX, self._fetch)
+                    asking = ask_holders(self._strange, _STRANGE_MAX, self._fetch, pause_s=_STRANGE_PAUSE_S)
                     comparing = tasks.create_task(asking)
 
     async def _watch_sleep(self) -> None:

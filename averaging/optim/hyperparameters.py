@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from swarm.core.errors import UsageError
+
 _CURE = (
     "peers make different numbers of steps, so that their learning rates differ, and newcomers do not "
     "receive it: pass the schedule as swarm.Optimizer(…, scheduler=lambda inner: …), which steps it once "
@@ -18,7 +20,8 @@ _CURE = (
 
 
 class HyperparameterWatch:
-    """Compares the hyperparameters of an optimizer with those that the swarm left there. It complains once.
+    """Compares the hyperparameters of an optimizer with those that the swarm left there. It complains once
+    about what may be meant, and refuses the schedule of somebody else.
 
     Numbers are compared. Of a tensor, torch's version counter is compared, which does not wait for its
     device.
@@ -40,12 +43,20 @@ class HyperparameterWatch:
         """Return what changed the hyperparameters, and what to do instead, in one sentence; "" if nothing
         did, or when it was said before. `outer`: the optimizer around `inner`, to which a scheduler may
         be attached.
+
+        Raises UsageError when a scheduler other than the run's is attached and has changed them: it makes
+        this peer train with rates that no other peer has. One that keeps them, as a framework makes it for
+        a constant rate, does no harm.
         """
+        changed = self._present() != self._known
+        foreign = _has_scheduler(outer) or (_has_scheduler(self._inner) and not self._scheduled)
+        if changed and foreign:
+            raise UsageError(f"a scheduler other than the run's has changed the learning rate; {_CURE}")
         if self._complained:
             return ""
-        if self._present() != self._known:
+        if changed:
             found = "a hyperparameter was changed by something other than the scheduler of the run"
-        elif _has_scheduler(outer) or (_has_scheduler(self._inner) and not self._scheduled):
+        elif foreign:
             found = "a torch scheduler is attached to this optimizer"
         else:
             return ""

@@ -106,9 +106,9 @@ def _mode_needs(
     if isinstance(mode, Diloco):
         if mode.momentum:
             needs.append(_Need(_FLOAT32, follows=True))
-        # the pseudo-gradient of one fragment; with streaming, also the fragment as it was when its round
+        # the pseudo-gradient of one fragment; beside training, also the fragment as it was when its round
         # began
-        needs.append(_Need(_FLOAT32 if mode.streaming == 1 else 2 * _FLOAT32 / mode.streaming, follows=True))
+        needs.append(_Need((1 + mode.overlapped) * _FLOAT32 / mode.streaming, follows=True))
         return needs, 1.0
     if isinstance(mode, Gossip):
         if mode.momentum:

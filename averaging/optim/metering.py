@@ -19,7 +19,7 @@ from swarm.metrics.record import BLAME_MAX, ROUNDS_MAX, Blame, Metrics, RoundRep
 
 _LOSSES = ("loss", "validation_loss")
 _FAILED_MAX = 2  # failed rounds among the published ones
-_FAILED_S = 60.0  # for this long a failed round is published before newer successes
+_FAILED_S = 60.0  # for this long a failed round takes precedence over newer successes
 _IDLE_S = 20.0  # a trainer is idle when it has been outside of `step` for this long and …
 # … for this many times the usual time between two steps
 _IDLE_STEPS = 5.0

@@ -31,9 +31,14 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
 class MuonWithAdamW(torch.optim.Optimizer):
     """Muon for the hidden matrices of a model, AdamW for its other parameters, with one learning rate.
 
-    `lr`: that of AdamW; the steps of Muon are scaled to the same size (`match_rms_adamw` of torch.optim.Muon,
-    arXiv 2502.16982). `weight_decay`: of matrices and embeddings; vectors have none. `momentum`: of Muon.
-    `betas`: of AdamW. `matrices`: the parameters for Muon, by default `hidden_matrices(model)`.
+    Args:
+        model: The model whose parameters are optimized.
+        lr: Learning rate of AdamW. The steps of Muon are scaled to the same size (`match_rms_adamw` of
+            torch.optim.Muon, arXiv 2502.16982).
+        weight_decay: For matrices and embeddings; vectors have none.
+        momentum: Of Muon.
+        betas: Of AdamW.
+        matrices: The parameters for Muon; None: `hidden_matrices(model)`.
     """
 
     def __init__(

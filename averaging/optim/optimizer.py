@@ -30,6 +30,7 @@ from averaging.optim.modes.settings import MODES, Diloco, Gossip, Gradients, Loc
 from averaging.optim.peer_node import reach_of
 from averaging.optim.progress.logic.view import ProgressView
 from averaging.optim.progress.tracker import Tracker
+from averaging.optim.receipts import Receipts
 from averaging.optim.reports import LoadResult, StepReport
 from averaging.optim.state.donor import Donor
 from averaging.optim.state.schedule import Scheduler
@@ -181,15 +182,13 @@ class Optimizer(DelegatingOptimizer):
         self._loop = EpochLoop(
             mode, self._tracker, self._donor, self._averager, self._catch_up, config.load_timeout_s
         )
-        node.service(RunExchange.from_node).add(self.run_id, self._tracker, self._donor, self._history)
+        history, contact = self._history, self._tracker.contact
+        receipts = Receipts(node, self.run_id, history, contact, sign) if history is not None else None
+        node.service(RunExchange.from_node).add(self.run_id, self._tracker, self._donor, history, receipts)
         if self._history is not None:
             service.all_reduce.serve_history(self.run_id, Endorser(self._history, sign).endorse)
-        self._meter = Meter(
-            node.clock.swarm_s(),
-            name=node.config.name,
-            device=device_name(self._state.parameters),
-            agent=node.agent,
-        )
+        name, device = node.config.name, device_name(self._state.parameters)
+        self._meter = Meter(node.clock.swarm_s(), name=name, device=device, agent=node.agent)
         self._reporter = Reporter(
             dht=node.dht.service,
             clock=node.clock,
@@ -206,8 +205,8 @@ class Optimizer(DelegatingOptimizer):
             "state": self._donor.run,
             "metrics": self._reporter.run,
         }
-        if self._history is not None:
-            services["history"] = self._history.run
+        if history is not None and receipts is not None:
+            services |= {"history": history.run, "receipts": receipts.run}
         self._tasks = [
             node.supervisor.spawn(f"{name} of run {self.run_id}", run, restart=True)
             for name, run in services.items()
@@ -226,6 +225,8 @@ class Optimizer(DelegatingOptimizer):
         Args:
             batch_size: Samples whose mean the gradients are; None: `batch_size_per_step`.
             closure: Called first, with gradients enabled; also accepted as the first argument, as in torch.
+
+        Raises UsageError when a torch scheduler that is not the run's has changed the learning rate.
         """
         if callable(batch_size):
             batch_size, closure = None, batch_size
@@ -445,7 +446,7 @@ class Optimizer(DelegatingOptimizer):
             self._history.restore(past)
 
     def register_reunion_hook(self, hook: Callable[[Optimizer], None]) -> RemovableHandle:
-        """Call `hook(optimizer)` on the trainer's thread when this peer was cut off, went on by itself, and
+        """Call `hook(optimizer)` on the trainer's thread when this peer was cut off, continued by itself, and
         is about to give that up for the state of the others: save a checkpoint in it to keep what it made.
         """
         handle = RemovableHandle(self._loop.reunion_hooks)

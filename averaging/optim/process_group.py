@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 _FAILED = "failed"
 _REASON_CHARACTERS_MAX = 1000
-_TOLD_OF_REPORT = ("epoch", "stepped", "samples", "accumulated", "contributed", "dropped", "reason", "alone")
-_TOLD_OF_LOAD = ("loaded", "epoch", "reason", "alone", "digest", "canonical", "dropped", "replayed")
+_REPORT_FIELDS = ("epoch", "stepped", "samples", "accumulated", "contributed", "dropped", "reason", "alone")
+_LOAD_FIELDS = ("loaded", "epoch", "reason", "alone", "digest", "canonical", "dropped", "replayed")
 
 
 class RankLeader:
@@ -123,20 +123,25 @@ class RankFollower:
 
 
 class ProcessGroupOptimizer(DelegatingOptimizer):
-    """A `swarm.Optimizer` for a program that `torchrun` starts as several processes, which are one peer of
-    the run: their model is one, with DistributedDataParallel, or in shards by FSDP2's `fully_shard`.
+    """A `swarm.Optimizer` for a program that `torchrun` starts as several processes, which form one peer.
 
-    Every rank makes one, after `init_process_group` and the model, and calls the same methods in the same
-    order. `inner`: this rank's optimizer over the model's parameters. `node`: this peer's node on rank 0,
-    None on the others. Further arguments (`run`, `target_batch_size`, `codec` …) are those of
-    `swarm.Optimizer`, which rank 0 makes with them.
-    `batch_size_per_step` and the argument of `step` are samples of this rank, and the same number on all.
-
-    In mode "gradients" rank 0 makes the step of the inner optimizer, on whole parameters, which it keeps on
-    its host where the model is sharded. In modes with local steps each rank steps its own shards, and rank 0
-    gathers them once an epoch. What peers share, serve and save does not depend on the number of ranks.
+    The processes train one model, with DistributedDataParallel or in shards of FSDP2's `fully_shard`. Every
+    rank creates this optimizer after `init_process_group` and the model, and calls the same methods in the
+    same order. In mode "gradients" rank 0 makes the step of the inner optimizer, on whole parameters, which
+    it keeps on its host if the model is sharded. In modes with local steps each rank steps its own shards,
+    and rank 0 gathers them once an epoch. What peers share, serve and save does not depend on the number of
+    ranks.
 
     When a process ends, rank 0 leaves the run, and every rank raises SwarmError.
+
+    Args:
+        inner: This rank's optimizer over the model's parameters.
+        node: This peer's node on rank 0; None on the other ranks.
+        batch_size_per_step: Samples of this rank in each step, equal on all ranks; None: given to `step`.
+        mode: As of `swarm.Optimizer`.
+        scheduler: As of `swarm.Optimizer`.
+        options: Further arguments of `swarm.Optimizer` (`run`, `target_batch_size`, `codec`, …), with which
+            rank 0 creates it.
     """
 
     def __init__(
@@ -207,7 +212,7 @@ class ProcessGroupOptimizer(DelegatingOptimizer):
         leader.mark_gradients(present, finite=not defects)
         leader.take_options()
         report: StepReport = self._lead(lambda: swarm.step(samples))
-        self._tell_report("report", report, _TOLD_OF_REPORT)
+        self._tell_report("report", report, _REPORT_FIELDS)
         return report
 
     def load_state_from_peers(self, timeout_s: float = 600.0, **options: Any) -> LoadResult:
@@ -216,7 +221,7 @@ class ProcessGroupOptimizer(DelegatingOptimizer):
             return LoadResult(**self._followed("load"))
         swarm = self._joined
         result: LoadResult = self._lead(lambda: swarm.load_state_from_peers(timeout_s, **options))
-        self._tell_report("load", result, _TOLD_OF_LOAD)
+        self._tell_report("load", result, _LOAD_FIELDS)
         return result
 
     def load_state(self, blob: bytearray) -> None:
@@ -309,8 +314,8 @@ class ProcessGroupOptimizer(DelegatingOptimizer):
             for tensor in self._extras if report is None or getattr(report, "stepped", True) else ():
                 self._channel.tell("extras")
                 self._channel.broadcast(tensor)
-            told = {name: getattr(report, name) for name in fields}
-            self._channel.tell(order, report=told, epoch=self.epoch)
+            field_values = {name: getattr(report, name) for name in fields}
+            self._channel.tell(order, report=field_values, epoch=self.epoch)
 
         self._lead(bring)
 
@@ -320,8 +325,8 @@ class ProcessGroupOptimizer(DelegatingOptimizer):
     def _followed(self, wanted: str) -> dict[str, Any]:
         contents = self._follow(wanted)
         self._epoch = int(contents["epoch"])
-        told: dict[str, Any] = contents["report"]
-        return told
+        field_values: dict[str, Any] = contents["report"]
+        return field_values
 
     def _follow(self, wanted: str) -> dict[str, Any]:
         """Carry out orders until the one with this name, and return its contents."""

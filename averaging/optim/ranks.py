@@ -27,7 +27,7 @@ from swarm.core.errors import SwarmError, UsageError
 
 _ORDER_BYTES_MAX = 1 << 24
 _HOST = torch.device("cpu")
-# a rank waits for rank 0 during a whole round, and while rank 0 validates or pauses
+# timeout of a rank's wait for rank 0, which covers whole rounds, validation and pauses
 _WAIT = datetime.timedelta(days=30)
 _BUCKET_ELEMENTS_MAX = 1 << 23  # gradients that are summed in one call
 
@@ -235,7 +235,7 @@ class WholeParameters:
     def _versions(self) -> list[int]:
         return [tensor._version for tensor in self.tensors]
 
-    # --- local steps, which are made on the shards
+    # --- local steps on the shards
 
     def stepped(self) -> None:
         """Record that all ranks have made a step of their own optimizers."""
@@ -245,7 +245,7 @@ class WholeParameters:
 
     @property
     def are_stale(self) -> bool:
-        """Return whether the shards have gone on since they were gathered."""
+        """Return whether the shards have continued since they were gathered."""
         return self._is_stale
 
 
@@ -293,8 +293,8 @@ def set_options(groups: Sequence[dict[str, Any]], options: Sequence[dict[str, An
     """Set the options of parameter groups from `options_of`. Tensors keep their place in memory. What a
     schedule has added to its groups is left out.
     """
-    for group, told in zip(groups, options, strict=True):
-        for key, value in told.items():
+    for group, new_options in zip(groups, options, strict=True):
+        for key, value in new_options.items():
             if key not in group:
                 continue
             if isinstance(group[key], torch.Tensor):

@@ -24,7 +24,8 @@ class LoadResult:
     failures: Mapping[PeerId, str] = field(default_factory=dict)  # donors that failed, with the reason
     digest: str = ""  # hex, of the downloaded state
     canonical: bool = False  # the state was the output of an averaging round
-    # accumulated samples that do not count in the loaded epoch; those of a step are also in its own `dropped`
+    # accumulated samples that do not count in the loaded epoch; those of a step are also in the step's
+    # `dropped`
     dropped: int = 0
     replayed: int = 0  # epochs that the swarm completed during the download and this peer replayed
     bytes_received: int = 0
@@ -41,10 +42,10 @@ class StepReport:
     # `dropped`
     samples: int
     accumulated: int  # of this peer in its present epoch, after the call
-    # of this peer, in the average of the epoch that was completed; `round.weights` has what they counted as
+    # this peer's samples in the completed epoch's average; `round.weights` has their weights
     contributed: int = 0
     dropped: int = 0  # samples dropped in this call, of this call or of earlier ones
-    # why samples were dropped or a round failed, or what the caller should change; "" if all is well
+    # why samples were dropped or a round failed, or what the caller should change; "": no problem
     reason: str = ""
     progress: float = 0.0  # fraction of the target that the swarm has reached, in this peer's view
     alone: bool = False  # stepped without a round: no other peer is live
@@ -54,7 +55,8 @@ class StepReport:
     state_round: RoundResult | None = None
     # of that round: distance of this peer's parameters from the average, as a relative norm
     drift: float | None = None
-    # of this peer's own: its history had parted from the swarm's while it was cut off, and is not continued
+    # own epochs that this peer discarded, because its history had parted from the swarm's while it was cut
+    # off
     epochs_given_up: int = 0
     resynchronised: LoadResult | None = None  # the swarm was ahead: the state was downloaded
     loss: Any = None  # returned by the closure

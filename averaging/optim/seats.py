@@ -61,5 +61,5 @@ class SwarmSize:
         free = max(min(self._group_size_max - len(electors), newcomers), 0)
         share = free * len(others) // max(newcomers, 1)
         if not electors:
-            share = max(share, 1)  # somebody must begin
+            share = max(share, 1)  # at least one peer must begin
         return len(electors) + share if self._own in electors or self._own in others[:share] else 0

@@ -327,8 +327,8 @@ class Feedback:
     def begin(self, shard: Shard = NO_SHARD) -> FeedbackRound:
         """Open a round in which this member reduces `shard`. Raises UsageError when one is open.
 
-        If the shard or the members have changed, the reducer's residual is dropped now, and counted, whatever
-        becomes of the round.
+        If the shard or the members have changed, the reducer's residual is dropped now, and counted, with any
+        outcome of the round.
         """
         if self._round is not None:
             raise UsageError("a round of error feedback is open: commit it or roll it back first")

@@ -40,7 +40,7 @@ _DEVICE_ELEMENTS = 1 << 22
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PowerSgd:
-    """Average matrices by factors of this rank, in two all-reduces; for gradients and other differences. The
+    """Average matrices by factors of low rank, in two all-reduces; for gradients and other differences. The
     settings must be the same on all peers.
     """
 

@@ -1,8 +1,7 @@
-"""The other processes of a measurement on a GPU: a peer that trains next to nothing, a newcomer that joins,
-callers of an expert.
+"""The other processes of a measurement on a GPU: a peer with almost no work, a newcomer that joins, callers
+of an expert.
 
-They are processes of their own so that neither their Python nor their host work slows the trainer that is
-measured.
+They are separate processes, so that their Python and host work does not slow down the measured trainer.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ LOCAL = swarm.NodeConfig(preset="local")
 STATE_TENSORS = 16
 READY_S = 60.0
 EXPERT = "ffn.0"
-_STEP_S = 0.1  # between two steps of the peer that trains next to nothing
+_STEP_S = 0.1  # between two steps of the peer with almost no work
 _THREADS = 8  # of host arithmetic in one companion
 
 
 @contextmanager
 def companions(configurations: Sequence[dict[str, Any]]) -> Iterator[list[Worker]]:
-    """Start a process for each; they have said "ready". LaunchFailed when one does not, with what it last
-    logged.
+    """Start a process for each, and wait until each has reported "ready". Raises LaunchFailed with the last
+    log lines if one does not.
     """
     variables = [f"OMP_NUM_THREADS={min(_THREADS, os.cpu_count() or 1)}"]
-    if "PYTHONPATH" in os.environ:  # a launch drops it, and packages may lie in a folder of their own
+    if "PYTHONPATH" in os.environ:  # a launch drops it, but packages may be in a separate folder
         variables.append(f"PYTHONPATH={os.environ['PYTHONPATH']}")
     launch = Launch(
         "companion",
@@ -155,8 +154,8 @@ def _train(channel: WorkerChannel, node: swarm.Node, settings: dict[str, Any]) -
 
 
 def _join(channel: WorkerChannel, node: swarm.Node, settings: dict[str, Any]) -> None:
-    """Join again at each order, and leave as soon as the state is there: at the end of an epoch, trainers
-    wait for peers that stay.
+    """Join again at each order, and leave as soon as the state has arrived, because trainers wait at the end
+    of an epoch for peers that stay.
     """
     device = torch.device(settings["device"])
     channel.send("ready")

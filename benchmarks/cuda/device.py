@@ -37,10 +37,10 @@ def chosen_device() -> torch.device:
 
 
 def finish(device: torch.device) -> None:
-    """Return when the device has done what this thread's current stream was asked; at once for the host.
+    """Wait until the device has completed the work on this thread's current stream; return at once for the
+    host.
 
-    What rounds and readers of the state do on streams of their own is not waited for: a trainer does not wait
-    for it either.
+    Does not wait for the streams of rounds and readers of the state, because a trainer does not either.
     """
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
@@ -149,8 +149,8 @@ class Load:
 
 @contextlib.contextmanager
 def kept_busy(device: torch.device, step_s: float) -> Iterator[None]:
-    """A thread queues products on the default stream, a step of `step_s` after another, as a trainer beside
-    us would.
+    """A thread queues products on the default stream, a step of `step_s` after another, as another trainer
+    would.
     """
     load, stop = Load.on(device), threading.Event()
 

@@ -1,6 +1,4 @@
-"""Two peers of one process: what they do at the same time, and how long their network threads stand still
-meanwhile.
-"""
+"""Two peers in one process: run their work concurrently, and measure stalls of their network threads."""
 
 from __future__ import annotations
 
@@ -26,13 +24,13 @@ _BEAT_S = 0.002
 
 
 def at_once(calls: Sequence[Callable[[], T]], timeout_s: float) -> list[T]:
-    """Run each call in a thread of its own; their results. Raises what one of them raised."""
+    """Run each call in a thread of its own and return their results. Raises the exception of a call."""
     with concurrent.futures.ThreadPoolExecutor(len(calls)) as pool:
         return [future.result(timeout_s) for future in [pool.submit(call) for call in calls]]
 
 
 def step_all(averagers: Sequence[Averager], timeout_s: float = 30.0, **options: Any) -> list[RoundResult]:
-    """One round of all these averagers."""
+    """Run one round of all these averagers."""
     calls = [functools.partial(one.step, timeout_s=timeout_s, **options) for one in averagers]
     return at_once(calls, timeout_s + 10.0)
 
@@ -122,8 +120,8 @@ def recorded_waits(threads: Sequence[str]) -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def _replaced(owner: Any, name: str, note: Callable[..., None]) -> Iterator[None]:
-    """`owner.name` as it is, with `note(keyword arguments)` before each call. Not counted: tensors on the
-    host, which wait for nothing.
+    """Replace `owner.name` within the context: each call first calls `note(keyword arguments)`. Tensors on
+    the host, which never wait, are not counted.
     """
     plain = getattr(owner, name)
     own = name in vars(owner)

@@ -1,4 +1,4 @@
-"""Training steps: torch alone, accumulating for the swarm, and while a round is under way. Equal work on both
+"""Training steps: torch alone, accumulating for the swarm, and during a round. The work is equal on both
 sides.
 
 Torch alone adds up gradients over as many steps as an epoch has, and makes one AdamW step at its end, as mode
@@ -79,9 +79,9 @@ def with_a_companion(
     """In `mode` with another peer, a process of its own on the host, for `size.epochs` epochs; the first
     steps come before it.
 
-    It leaves the device alone: a trainer's peers are other machines, and two processes take turns on one GPU.
-    `deadline_s`: seconds after which there is no further step. `options`: of `swarm.Optimizer`; the codec is
-    int8 unless they say.
+    It does not use the device: a trainer's peers are other machines, and two processes would take turns on
+    one GPU. `deadline_s`: seconds after which there is no further step. `options`: of `swarm.Optimizer`; the
+    codec is int8 unless they say.
     """
     options = {"codec": "int8", **options}
     with Node(listen=HERE, config=LOCAL) as node:

@@ -44,7 +44,7 @@ class LoopWatch:
             await asyncio.sleep(_TURN_S)
             late_s = time.monotonic() - began_s - _TURN_S
             self._wall_late_s = max(self._wall_late_s, late_s)
-            # what this process itself did meanwhile: on a busy machine it also waits for others
+            # processor time of this process meanwhile, because on a busy machine it also waits for others
             self._late_s.append(max(min(late_s, time.process_time() - began_processor_s), 0.0))
             self._memory_bytes.append(memory_bytes())
 

@@ -1,4 +1,4 @@
-"""A stranger that floods one node: each flood is bounded in time, and in what it sends."""
+"""A stranger that floods one node. Each flood is bounded in time and data."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ class Target:
 
 @contextlib.asynccontextmanager
 async def entrances(target: Target, networks: int) -> AsyncIterator[list[int]]:
-    """Listen on as many ports. What connects to one of them reaches the target from a /24 of its own, all of
-    them loopback: gRPC cannot choose the address that it connects from.
+    """Listen on as many ports. A connection to one of them reaches the target from a /24 network of its own,
+    all of them loopback, because gRPC cannot choose its source address.
     """
     pumps: set[asyncio.Task[None]] = set()
 
@@ -160,9 +160,9 @@ async def _repeat(seconds: float, one: Callable[[int], Awaitable[int]], side_by_
             try:
                 async with asyncio.timeout_at(asyncio.get_running_loop().time() + _CALL_S):
                     made = await one(number)
-                    total += made  # not before the others, that add to it meanwhile
+                    total += made  # added after the await, because others add to it meanwhile
             except (grpc.aio.AioRpcError, SwarmError, OSError, TimeoutError):
-                await asyncio.sleep(0.01)  # refused: tried again
+                await asyncio.sleep(0.01)  # refused; tries again
 
     await asyncio.gather(*(worker(number) for number in range(side_by_side)))
     return total
@@ -204,7 +204,7 @@ async def long_finds(target: Target, seconds: float) -> int:
 
 
 async def many_queries(target: Target, seconds: float) -> int:
-    """Ask 256 questions in one call, more than one may."""
+    """Ask 256 queries in one call, which exceeds the limit."""
     queries = [DhtFindQuery(key=key_to_wire(Key("public", str(number)))) for number in range(256)]
     return await _finds(target, seconds, queries)
 

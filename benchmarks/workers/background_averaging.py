@@ -1,6 +1,6 @@
 """A training loop with and without averaging behind it, in turns, and the partner that it averages with.
 
-The partner computes next to nothing.
+The partner computes almost nothing.
 """
 
 from __future__ import annotations

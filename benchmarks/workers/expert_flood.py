@@ -21,7 +21,7 @@ _CALLERS = 4
 
 
 async def experts(target: Target, seconds: float) -> int:
-    """Call an expert forward and backward as several peers, in batches as large as they may be."""
+    """Call an expert forward and backward as several peers, in batches of the largest allowed size."""
     address = str(target.contact.multiaddrs[0])
     deadline_s = time.monotonic() + seconds
 

@@ -1,4 +1,4 @@
-"""A node in a network namespace that says how it is reached, and calls others when it is told to.
+"""A node in a network namespace that reports how it is reached, and calls others on order.
 
 Its only argument is JSON: `listen`, `bootstrap` (addresses), and `relay_mbit`, how much it relays for others.
 It prints events as JSON lines, and takes orders as such from its standard input.
@@ -6,8 +6,10 @@ It prints events as JSON lines, and takes orders as such from its standard input
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
+import math
 import sys
 import threading
 import time
@@ -26,9 +28,14 @@ FETCH = StreamMethod(name="/swarm.Benchmark/Fetch")
 _MESSAGE = bytes(1 << 20)
 _CALL_S_MAX, _FETCH_S_MAX = 30.0, 120.0
 _LOOK_S = 0.005
+_WIDTH, _BATCH = 512, 64  # of the model that is trained
 _AGAIN_S = 0.02
-# what a node says in its log, and the event that is made of it
-_SAID = {"is called directly from now on": "punched", "relaying for others": "relaying"}
+# text of a log line -> name of the event
+_SAID = {
+    "is connected through the relay": "circuit",
+    "is called directly from now on": "punched",
+    "relaying for others": "relaying",
+}
 
 
 def show(**event: Any) -> None:
@@ -90,23 +97,25 @@ class _Caller:
             time.sleep(_AGAIN_S)
         show(event="recovered", seconds=time.monotonic() - began_s, failures=tries, why=why)
 
-    def fetch(self, contact: Contact, mebibytes: int) -> None:
-        """Let a peer send this much."""
+    def fetch(self, contact: Contact, mebibytes: int, bytes_per_s: float = math.inf) -> None:
+        """Let a peer send this much, and take it no faster than this."""
         began_s = time.monotonic()
         try:
-            received = self._node.network.run(self._fetch(contact, mebibytes), _FETCH_S_MAX)
+            received = self._node.network.run(self._fetch(contact, mebibytes, bytes_per_s), _FETCH_S_MAX)
         except NetworkError as error:
             show(event="fetched", why=str(error))
             return
         show(event="fetched", seconds=time.monotonic() - began_s, megabytes=received / 1e6, why="")
 
-    async def _fetch(self, contact: Contact, mebibytes: int) -> int:
+    async def _fetch(self, contact: Contact, mebibytes: int, bytes_per_s: float) -> int:
         received = 0
+        began_s = time.monotonic()
         async with self._node.channels.open_stream(contact, FETCH, timeout_s=_FETCH_S_MAX) as stream:
             await stream.send(str(mebibytes).encode())
             await stream.finish()
             while (message := await stream.receive()) is not None:
                 received += len(message)
+                await asyncio.sleep(max(began_s + received / bytes_per_s - time.monotonic(), 0.0))
         return received
 
     def _failure(self, contact: Contact) -> str:
@@ -125,14 +134,32 @@ def usage() -> None:
     show(event="usage", processor_s=time.process_time(), memory_bytes=process.memory_info().rss)
 
 
+def train(seconds: float) -> None:
+    """Train a small model for this long, and print how many steps it made a second."""
+    import torch
+
+    torch.set_num_threads(1)
+    layers = [torch.nn.Linear(_WIDTH, _WIDTH) for _ in range(4)]
+    model = torch.nn.Sequential(*(part for layer in layers for part in (layer, torch.nn.ReLU())))
+    optimizer = torch.optim.AdamW(model.parameters())
+    inputs = torch.randn(_BATCH, _WIDTH)
+    steps, began_s = 0, time.monotonic()
+    while time.monotonic() - began_s < seconds:
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        steps += 1
+    show(event="trained", steps_per_s=steps / (time.monotonic() - began_s))
+
+
 def main() -> None:
-    told = json.loads(sys.argv[1])
+    settings = json.loads(sys.argv[1])
     for name in ("swarm.libp2p.punching", "swarm.reach.reaching"):
         logging.getLogger(name).addHandler(_Said())
-        logging.getLogger(name).setLevel(logging.INFO)
+        logging.getLogger(name).setLevel(logging.DEBUG)
     began_s = time.monotonic()
-    config = swarm.NodeConfig(relay_mbit=told["relay_mbit"])
-    with swarm.Node(bootstrap=told["bootstrap"], listen=told["listen"], config=config) as node:
+    config = swarm.NodeConfig(relay_mbit=settings["relay_mbit"])
+    with swarm.Node(bootstrap=settings["bootstrap"], listen=settings["listen"], config=config) as node:
         node.handlers.stream(FETCH, _serve)
         threading.Thread(target=_watch, args=(node, began_s), daemon=True).start()
         caller = _Caller(node)
@@ -141,6 +168,9 @@ def main() -> None:
             if order["do"] == "usage":
                 usage()
                 continue
+            if order["do"] == "train":
+                train(order["seconds"])
+                continue
             peer_id, *published = order["contact"]
             contact = Contact.of_published(PeerId.parse(peer_id), published)
             if order["do"] == "call":
@@ -148,7 +178,7 @@ def main() -> None:
             elif order["do"] == "recover":
                 caller.recover(contact)
             else:
-                caller.fetch(contact, order["mebibytes"])
+                caller.fetch(contact, order["mebibytes"], order.get("bytes_per_s", math.inf))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""A peer that averages a vector again and again, and counts processor time and calls. It also runs beside the
-packages of an earlier commit, and uses nothing of them that is newer.
+"""A peer that averages a vector repeatedly, and counts processor time and calls. It also runs with the
+packages of an earlier commit, and uses only features that these have.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main() -> None:
         while len(averager.step(timeout_s=ROUND_S_MAX).peers) < settings["peers"]:
             pass
         channel.send("ready")
-        number = 0  # names a round: without, a peer that missed one would wait for the others at the end
+        number = 0  # names the round; without it, a peer that missed one would wait for the others at the end
         while True:
             rounds = channel.receive()["rounds"]
             before_s, before, failed = time.process_time(), calls[0], 0

@@ -1,5 +1,5 @@
-"""A peer of a small run that counts the samples that it has contributed. It also runs beside the packages of
-an earlier commit, and uses nothing of them that is newer.
+"""A peer of a small run that counts the samples that it has contributed. It also runs with the packages of an
+earlier commit, and uses only features that these have.
 """
 
 from __future__ import annotations

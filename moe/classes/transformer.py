@@ -1,5 +1,5 @@
 """Experts on sequences: one transformer layer, with and without a causal mask. It has no dropout, since a
-backward pass computes forward again.
+backward pass computes forward again. Sequences may be shorter than the settings say.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ class CausalLayer(nn.Module):
     """
 
     mask: torch.Tensor
+    sequence_dimension = 1
 
     def __init__(self, layer: nn.Module, sequence_length: int) -> None:
         super().__init__()
@@ -32,14 +33,17 @@ class CausalLayer(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x, src_mask=self.mask, is_causal=True)  # type: ignore[no-any-return]
+        mask = self.mask[: x.shape[1], : x.shape[1]]
+        return self.layer(x, src_mask=mask, is_causal=True)  # type: ignore[no-any-return]
 
 
 def transformer(settings: ExpertSettings) -> tuple[nn.Module, tuple[Any, ...]]:
     """Create a layer in which every position attends to all: (batch, sequence_length, hidden_dim) to the
     same.
     """
-    return _layer(settings), (_sample(settings),)
+    layer: Any = _layer(settings)
+    layer.sequence_dimension = 1
+    return layer, (_sample(settings),)
 
 
 def causal_transformer(settings: ExpertSettings) -> tuple[nn.Module, tuple[Any, ...]]:

@@ -55,12 +55,20 @@ class FoundExpert:
 
 
 def find_experts(node: Node, pattern: str = "*", *, timeout_s: float = 10.0) -> list[FoundExpert]:
-    """Return the existing experts that match `pattern`, ordered by name: "ffn.*" means all experts of the
-    grid ffn, "ffn.[0:4].*" those of four rows, and "*" all experts of all grids.
+    """Return the existing experts that match a pattern, ordered by name.
 
-    The names come from the DHT, and everything else from the servers, which are asked directly. A server that
-    does not answer is listed with `failure`: its declaration expires after 45 s. Raises UsageError for a
-    wrong pattern, and NetworkError when the DHT cannot be read within `timeout_s`.
+    The names come from the DHT, everything else from the servers, which are asked directly. A server that
+    does not answer is listed with `failure`; its declaration expires after 45 s.
+
+    Args:
+        node: This process as a peer.
+        pattern: "ffn.*" means all experts of the grid ffn, "ffn.[0:4].*" those of four rows, "*" all of all
+            grids.
+        timeout_s: Limit of reading the DHT and of asking the servers, in seconds.
+
+    Raises:
+        UsageError: For a wrong pattern.
+        NetworkError: When the DHT cannot be read in time.
     """
     if not timeout_s > 0:
         raise UsageError(f"timeout_s is a number of seconds above 0, not {timeout_s!r}")

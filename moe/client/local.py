@@ -29,11 +29,17 @@ __all__ = ["LocalMixtureOfExperts", "LocalSequential", "LocalSwitchMixtureOfExpe
 
 
 class LocalMixtureOfExperts(nn.Module):
-    """A mixture layer like RemoteMixtureOfExperts, with `experts` (modules by their names, such as "ffn.0.1")
-    in this process. Its outputs are those of the remote layer when all experts answer.
+    """A mixture layer like RemoteMixtureOfExperts, with its experts in this process. Its outputs are those of
+    the remote layer when all experts answer.
 
     The gate's tensors in the `state_dict` have the names that they have in the remote layer; those of the
     expert ffn.0.1 begin with "experts.ffn_0_1.".
+
+    Args:
+        in_features: Features of the input, by which the gate scores.
+        experts: Modules by their names, such as "ffn.0.1".
+        grid: Pattern of the experts' names, such as "ffn.[0:4].[0:4]".
+        k_best: Experts for each sample.
     """
 
     def __init__(
@@ -90,9 +96,16 @@ class LocalMixtureOfExperts(nn.Module):
 
 
 class LocalSwitchMixtureOfExperts(LocalMixtureOfExperts):
-    """A mixture layer like RemoteSwitchMixtureOfExperts in `eval()` mode, with experts in this process:
-    returns (output, balancing loss). There is neither jitter nor dropout of coordinates; `train()` mode
+    """A mixture layer like RemoteSwitchMixtureOfExperts in `eval()` mode, with its experts in this process.
+
+    It returns (output, balancing loss). There is neither jitter nor dropout of coordinates; `train()` mode
     updates the utilization.
+
+    Args:
+        in_features: Features of the input, by which the gate scores.
+        experts: Modules by their names, such as "ffn.0.1".
+        grid: Pattern of the experts' names, such as "ffn.[0:4].[0:4]".
+        k_best: Experts for each sample.
     """
 
     def __init__(

@@ -23,6 +23,7 @@ from moe.protocol.calls import Description, ExpertCalls
 from moe.protocol.declarations import ExpertReplica
 from moe.protocol.names import ExpertUid
 from swarm.core.errors import NetworkError, NotEnoughPeers, PeerError, UsageError
+from swarm.core.wording import size
 
 if TYPE_CHECKING:
     from swarm.node import Node
@@ -108,7 +109,7 @@ async def _class_of(node: Node, uid: ExpertUid, replicas: Sequence[ExpertReplica
         size_bytes = sum(one.nbytes for one in module.state_dict().values())
     if size_bytes > BYTES_MAX:
         raise UsageError(
-            f"the servers of {uid} say that it is a {name} of {size_bytes / 1e9:.1f} GB: "
+            f"the servers of {uid} say that it is a {name} of {size(size_bytes)}: "
             "pass make_module, if that is what you expect"
         )
 

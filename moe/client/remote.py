@@ -87,10 +87,11 @@ class RemoteExpert(torch.nn.Module):
         schema = self.schema
         if any(torch.is_autocast_enabled(tensor.device.type) for tensor in tensors):
             tensors = cast_to_schema(schema.input_leaves, tensors)
-        _check_arguments(schema, tree, tensors)
+        fitted = schema.at(schema.length_of(tensors))
+        _check_arguments(fitted, tree, tensors)
         if not len(tensors[0]):
             empty = [
-                torch.empty((0, *leaf.shape), dtype=leaf.dtype, device="cpu") for leaf in schema.output_leaves
+                torch.empty((0, *leaf.shape), dtype=leaf.dtype, device="cpu") for leaf in fitted.output_leaves
             ]
             return unflatten(schema.outputs, attach_empty(tensors, empty))
         result = self._bridge.run(

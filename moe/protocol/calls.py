@@ -247,17 +247,18 @@ class ExpertCalls:
         """
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         schema = await self.schema_of(replica, uid, timeout_s=timeout_s)
-        codecs = codecs.or_else(schema.codecs)
-        batch = check(schema.input_leaves, inputs, "input")
+        codecs, length = codecs.or_else(schema.codecs), schema.length_of(inputs)
+        fitted = schema.at(length)
+        batch = check(fitted.input_leaves, inputs, "input")
         codec = find(codecs.outputs) if codecs.outputs else None
-        request = _request(uid, schema, batch, codec)
+        request = _request(uid, schema, batch, length, codec)
         request.kind, request.keep, request.request_id = (
             expert_pb2.EXPERT_FORWARD,
             keep,
             os.urandom(methods.REQUEST_ID_BYTES),
         )
         payloads = await self._encode(inputs, codecs.inputs)
-        expected = ExpectedReply(schema.output_leaves, batch, codec, may_be_absent=False)
+        expected = ExpectedReply(fitted.output_leaves, batch, codec, may_be_absent=False)
         reply, outputs = await self._exchange(replica, request, payloads, expected, deadline_s)
         tensors = [tensor for tensor in outputs if tensor is not None]
         return ForwardReply(
@@ -286,8 +287,9 @@ class ExpertCalls:
         """
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         schema = await self.schema_of(replica, uid, timeout_s=timeout_s)
-        codecs = codecs.or_else(schema.codecs)
-        batch = check(schema.input_leaves, tensors.inputs, "input")
+        codecs, length = codecs.or_else(schema.codecs), schema.length_of(tensors.inputs)
+        fitted = schema.at(length)
+        batch = check(fitted.input_leaves, tensors.inputs, "input")
         if len(tensors.gradients) != len(schema.gradient_leaves):
             raise UsageError(
                 f"{uid} has {len(schema.gradient_leaves)} floating-point outputs, "
@@ -295,7 +297,7 @@ class ExpertCalls:
             )
         given = [
             (leaf, one)
-            for leaf, one in zip(schema.gradient_leaves, tensors.gradients, strict=True)
+            for leaf, one in zip(fitted.gradient_leaves, tensors.gradients, strict=True)
             if one is not None
         ]
         if (
@@ -304,10 +306,10 @@ class ExpertCalls:
         ):
             raise UsageError(f"the gradients have another batch size than the inputs, {batch}")
         codec = find(codecs.input_gradients) if codecs.input_gradients else None
-        expected = ExpectedReply(schema.input_gradient_leaves, batch, codec, may_be_absent=True)
+        expected = ExpectedReply(fitted.input_gradient_leaves, batch, codec, may_be_absent=True)
         gradients = await self._encode(tensors.gradients, codecs.gradients)
         for kept in (True, False) if forward_reply.kept else (False,):
-            request = _request(uid, schema, batch, codec)
+            request = _request(uid, schema, batch, length, codec)
             request.kind, request.request_id, request.version = (
                 expert_pb2.EXPERT_BACKWARD,
                 forward_reply.request_id,
@@ -426,11 +428,14 @@ class _InputsForgotten(ExpertFailed):
     """The server no longer has the inputs of the forward pass."""
 
 
-def _request(uid: ExpertUid, schema: ExpertSchema, batch: int, codec: Codec | None) -> ExpertRequest:
+def _request(
+    uid: ExpertUid, schema: ExpertSchema, batch: int, length: int, codec: Codec | None
+) -> ExpertRequest:
     return ExpertRequest(
         uid=str(uid),
         schema_digest=schema.digest,
         batch=batch,
+        sequence_length=length,
         reply_codec=codec.wire_id if codec else 0,
         reply_codec_version=codec.version if codec else 0,
     )

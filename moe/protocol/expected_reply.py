@@ -11,7 +11,7 @@ from moe.protocol import methods
 from moe.protocol.declarations import ExpertReplica
 from moe.protocol.errors import ExpertFailed
 from moe.protocol.schema import Leaf
-from moe.protocol.tensors import check_headers, decode, expected_bytes
+from moe.protocol.tensors import Header, check_headers, decode, expected_bytes
 from swarm.compression import Buffer, Codec
 from swarm.core.errors import PeerError
 from swarm.wire.expert_pb2 import ExpertReply
@@ -34,11 +34,13 @@ class ExpectedReply:
         """Check the headers of a reply and return the number of payload bytes that they stand for. Raises
         ExpertFailed when they do not fit.
         """
+        return self._checked(replica, reply)[1]
+
+    def _checked(self, replica: ExpertReplica, reply: ExpertReply) -> tuple[list[Header], int]:
         absent_from = 0 if self.may_be_absent else len(self.leaves)
+        headers = methods.read_headers(reply.tensors)
         try:
-            expected = check_headers(
-                methods.read_headers(reply.tensors), self.leaves, self.batch, absent_from=absent_from
-            )
+            expected = check_headers(headers, self.leaves, self.batch, absent_from=absent_from)
         except PeerError as error:
             raise ExpertFailed(
                 f"peer {replica.peer_id} sent a reply that does not fit the expert's schema: {error}"
@@ -47,7 +49,7 @@ class ExpectedReply:
             raise ExpertFailed(
                 f"peer {replica.peer_id} announces {reply.payload_bytes} bytes for a reply of {expected}"
             )
-        return expected
+        return headers, expected
 
     def read(
         self, replica: ExpertReplica, reply: ExpertReply, payload: Buffer | torch.Tensor
@@ -55,8 +57,8 @@ class ExpectedReply:
         """Decode the tensors of a reply. Raises ExpertFailed when they do not fit the schema, or contain NaN
         or infinity.
         """
-        self.check(replica, reply)
+        headers, _ = self._checked(replica, reply)
         try:
-            return decode(methods.read_headers(reply.tensors), self.leaves, self.batch, payload)
+            return decode(headers, self.leaves, self.batch, payload)
         except PeerError as error:
             raise ExpertFailed(f"peer {replica.peer_id} answered with {error}") from None

@@ -92,7 +92,7 @@ class ExpertGrid:
 
     @classmethod
     def parse(cls, text: str) -> ExpertGrid:
-        """Parse a pattern such as `ffn.[0:4].[0:32]`. A plain number stands for itself, so an expert's name
+        """Parse a pattern such as `ffn.[0:4].[0:32]`. A plain number matches only itself, so an expert's name
         is a pattern for one expert. Raises UsageError.
         """
         block, *parts = _split(text)

@@ -1,5 +1,6 @@
 """Schemas of experts: the trees of tensors that an expert takes and returns, each tensor with a dtype and the
-shape behind its first dimension, the batch.
+shape behind its first dimension, the batch. One dimension of a tensor may be a sequence, of which callers may
+send shorter ones than the schema says; all sequences of a call have one length.
 
 A tree is a tensor, or a tuple, list or dictionary (with text as keys) of trees. Only the flat list of a
 tree's tensors is sent, dictionaries in the order of their keys. A schema is made by calling the module once
@@ -29,6 +30,7 @@ ELEMENTS_PER_SAMPLE_MAX = 1 << 28
 _RANK_MAX = 8
 _KEY_CHARACTERS_MAX = 64
 _DIGEST_BYTES = 16
+_LENGTHS_MAX = 256  # lengths of sequences of which a schema is kept
 _CONTEXT = b"swarm expert schema 1\0"
 
 _DTYPES = {
@@ -55,6 +57,7 @@ class Leaf:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
+    sequence: int | None = None  # number of the dimension in `shape` that may be shorter; None: all are fixed
 
     @property
     def is_floating(self) -> bool:
@@ -71,8 +74,18 @@ class Leaf:
         """Return the bytes of one sample, uncompressed."""
         return self.elements * self.dtype.itemsize
 
+    def at(self, length: int) -> Leaf:
+        """Return the tensor with a sequence of this length, and nothing that may vary."""
+        if self.sequence is None:
+            return self
+        before, behind = self.shape[: self.sequence], self.shape[self.sequence + 1 :]
+        return Leaf(self.dtype, (*before, length, *behind))
+
     def __str__(self) -> str:
-        return f"{_NAMES[self.dtype]}({', '.join(('batch', *map(str, self.shape)))})"
+        sizes = [str(size) for size in self.shape]
+        if self.sequence is not None:
+            sizes[self.sequence] = f"1 to {sizes[self.sequence]}"
+        return f"{_NAMES[self.dtype]}({', '.join(('batch', *sizes))})"
 
 
 Tree: TypeAlias = "Leaf | tuple[Tree, ...] | list[Tree] | dict[str, Tree]"
@@ -99,6 +112,59 @@ class ExpertSchema:
                 )
         if not isinstance(self.inputs, tuple) or not self.input_leaves or not self.output_leaves:
             raise UsageError("an expert takes at least one tensor, and returns at least one")
+        varying = [leaf for leaf in (*self.input_leaves, *self.output_leaves) if leaf.sequence is not None]
+        if varying and (
+            len({leaf.shape[leaf.sequence or 0] for leaf in varying}) > 1
+            or all(leaf.sequence is None for leaf in self.input_leaves)
+        ):
+            raise UsageError("the sequences of an expert have one length, which an input decides")
+
+    @functools.cached_property
+    def sequence_length(self) -> int:
+        """Return the largest length of the sequences that may be shorter; 0 when there are none."""
+        return next((leaf.shape[leaf.sequence] for leaf in self.input_leaves if leaf.sequence is not None), 0)
+
+    def length_of(self, inputs: Sequence[torch.Tensor]) -> int:
+        """Return the length of the sequences in these flat inputs; 0 when none may vary."""
+        for leaf, tensor in zip(self.input_leaves, inputs, strict=False):
+            if leaf.sequence is not None and tensor.ndim > leaf.sequence + 1:
+                return tensor.shape[leaf.sequence + 1]
+        return self.sequence_length
+
+    def at(self, length: int) -> ExpertSchema:
+        """Return the schema of a call whose sequences have this length (`length_of`), in which nothing
+        varies. Its digest is another one. Raises UsageError when the expert does not take that length.
+        """
+        longest = self.sequence_length
+        if not longest and not length:
+            return self
+        if not 1 <= length <= longest:
+            raise UsageError(
+                f"this expert takes sequences of 1 to {longest}, not {length}: {self}"
+                if longest
+                else f"this expert takes one length of sequences only: {self}"
+            )
+        found = self._by_length.get(length)
+        if found is None:
+            inputs, outputs = _at(self.inputs, length), _at(self.outputs, length)
+            if len(self._by_length) >= _LENGTHS_MAX:
+                self._by_length.clear()
+            found = self._by_length[length] = ExpertSchema(inputs, outputs, self.codecs)
+        return found
+
+    @functools.cached_property
+    def _by_length(self) -> dict[int, ExpertSchema]:
+        return {}
+
+    def with_shorter(self, shorter: ExpertSchema) -> ExpertSchema:
+        """Return this schema with sequences that may be shorter: the dimensions in which `shorter` differs,
+        which was made from shorter samples. Raises UsageError when it differs in more than that.
+        """
+        return ExpertSchema(
+            _with_shorter(self.inputs, shorter.inputs),
+            _with_shorter(self.outputs, shorter.outputs),
+            self.codecs,
+        )
 
     @functools.cached_property
     def input_leaves(self) -> tuple[Leaf, ...]:
@@ -260,6 +326,35 @@ def check(expected: Sequence[Leaf], tensors: Sequence[torch.Tensor], what: str) 
     return batch_of(tensors)
 
 
+def _at(tree: Tree, length: int) -> Tree:
+    if isinstance(tree, Leaf):
+        return tree.at(length)
+    if isinstance(tree, dict):
+        return {key: _at(part, length) for key, part in tree.items()}
+    parts = [_at(part, length) for part in tree]
+    return tuple(parts) if isinstance(tree, tuple) else parts
+
+
+def _with_shorter(tree: Tree, shorter: Tree) -> Tree:
+    if not same_structure(tree, shorter):
+        raise UsageError("the module returns something else for shorter sequences")
+    if isinstance(tree, Leaf) and isinstance(shorter, Leaf):
+        differing = [
+            number
+            for number, (size, other) in enumerate(zip(tree.shape, shorter.shape, strict=False))
+            if size != other
+        ]
+        if len(tree.shape) != len(shorter.shape) or tree.dtype != shorter.dtype or len(differing) > 1:
+            raise UsageError(f"shorter sequences make {shorter} of {tree}: only one dimension may be shorter")
+        return Leaf(tree.dtype, tree.shape, differing[0] if differing else None)
+    if isinstance(tree, dict) and isinstance(shorter, dict):
+        return {key: _with_shorter(tree[key], shorter[key]) for key in tree}
+    assert not isinstance(tree, Leaf | dict)
+    assert not isinstance(shorter, Leaf | dict)
+    parts = [_with_shorter(part, other) for part, other in zip(tree, shorter, strict=True)]
+    return tuple(parts) if isinstance(tree, tuple) else parts
+
+
 def _children(tree: tuple[Tree, ...] | list[Tree] | dict[str, Tree]) -> Iterator[Tree]:
     return (tree[key] for key in sorted(tree)) if isinstance(tree, dict) else iter(tree)
 
@@ -275,7 +370,8 @@ def _rebuild(tree: Tree, tensors: Iterator[torch.Tensor]) -> Any:
 
 def _to_wire(tree: Tree) -> Any:
     if isinstance(tree, Leaf):
-        return [_NAMES[tree.dtype], list(tree.shape)]
+        varying = [] if tree.sequence is None else [tree.sequence]
+        return [_NAMES[tree.dtype], list(tree.shape), *varying]
     if isinstance(tree, dict):
         return {key: _to_wire(tree[key]) for key in sorted(tree)}
     return ["tuple" if isinstance(tree, tuple) else "list", *map(_to_wire, tree)]
@@ -293,12 +389,17 @@ def _from_wire(packed: Any, depth: int) -> Tree:
     if packed[0] in ("tuple", "list"):
         parts = [_from_wire(part, depth + 1) for part in packed[1:]]
         return tuple(parts) if packed[0] == "tuple" else parts
-    name, shape = packed
+    name, shape, *varying = packed
     if not isinstance(shape, list) or not all(
         type(size) is int and 0 <= size <= ELEMENTS_PER_SAMPLE_MAX for size in shape
     ):
         raise ValueError("a shape is a list of sizes")
-    return Leaf(_DTYPES[name], tuple(shape))
+    if not varying:
+        return Leaf(_DTYPES[name], tuple(shape))
+    (sequence,) = varying
+    if type(sequence) is not int or not 0 <= sequence < len(shape) or not shape[sequence]:
+        raise ValueError("a sequence is the number of one of the dimensions")
+    return Leaf(_DTYPES[name], tuple(shape), sequence)
 
 
 def _codecs_from_wire(names: Any) -> WireCodecs:

@@ -31,7 +31,6 @@ from swarm.core.ids import PeerId
 
 _log = logging.getLogger(__name__)
 
-BACKWARD_COST = 3.0  # cost of a backward pass in forward passes: it computes forward again
 _BATCHES_UNDER_WAY_MAX = 3  # batches on a device with a link: copied in, computed, copied out
 _RATE_SHARE = 0.1  # weight of the newest batch in the moving averages
 
@@ -101,11 +100,12 @@ class ComputeThread:
 
     def offer(self, job: Job) -> str:
         """Queue a job. Return the reason when there is no room, else "". Any thread may call it."""
-        cost = job.batch * (BACKWARD_COST if job.is_backward else 1.0)
         kept = job.keep and job.expert.keeps_activations
         # a request that keeps activations is a batch of its own
         kind: object = (*job.kind, job.number) if kept else job.kind
-        queued = QueuedRequest(job.number, kind, job.caller, job.batch, job.size_bytes, cost, job.is_stranger)
+        queued = QueuedRequest(
+            job.number, kind, job.caller, job.batch, job.size_bytes, job.cost, job.is_stranger
+        )
         with self._lock:
             refusal = (
                 self._batcher.offer(queued, time.monotonic()) if not self._stopping else self._why_stopping()
@@ -216,7 +216,7 @@ class ComputeThread:
         try:
             target()
             has_ended = True
-        finally:  # the error goes on: Python reports it, unless it is SystemExit
+        finally:  # the error continues: Python reports it, unless it is SystemExit
             if not has_ended:
                 self._fail(DeviceFailed(self._device, sys.exception() or RuntimeError("its thread ended")))
                 if not self._reported and self._failure is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -13,13 +13,14 @@ import torch
 from averaging.optim.state.snapshot import Blob
 from averaging.optim.state.view import StateView
 from moe.protocol.codecs import WireCodecs
-from moe.protocol.schema import ExpertSchema, check, flatten, unflatten
+from moe.protocol.schema import check, flatten, unflatten
 from moe.server.activations import ActivationCache
 from moe.server.batches import concatenate, split
 from moe.server.devices import using
 from moe.server.learning import ExpertLearner, OptimizerFactory, ScheduleFactory, StepRefused
 from moe.server.logic.lineage import CommonVersion, ExpertLineage
 from moe.server.norm_statistics import unchanged_statistics
+from moe.server.schemas import schema_of
 from swarm.core.device import is_device_failure, is_out_of_memory, resolve_device
 from swarm.core.errors import UsageError
 
@@ -46,7 +47,8 @@ class Expert:
     Args:
         module: The module. The result for the samples decides the schema, together with these.
         sample_inputs: A tuple of arguments: tensors, or tuples, lists and dictionaries of them, whose first
-            dimension is the batch. A dictionary means keyword arguments, by name.
+            dimension is the batch. A dictionary means keyword arguments, by name. Where the module has an
+            attribute `sequence_dimension`, such as 1, calls may have shorter sequences than the samples.
         optimizer: Called with the trainable parameters (float32 copies of those with 16 bits); makes a step
             per backward batch, undone if it leaves NaN or infinity. None: the expert is frozen.
         schedule: Called with the optimizer; stepped once per optimizer step.
@@ -84,18 +86,16 @@ class Expert:
             raise UsageError(f"autocast is torch.bfloat16, torch.float16 or None, not {autocast!r}")
         self.device = resolve_device(str(device), "device") if device is not None else _device_of(module)
         self.module = module if device is None else module.to(self.device)
+        # what requests call: the module, or a compiled form of it that somebody has set
+        self.called: Callable[..., Any] = self.module
         self.autocast = autocast
-        tree, tensors = flatten(tuple(sample_inputs))
-        with using(self.device), torch.no_grad():
-            outputs = self._call_module(unflatten(tree, [tensor.to(self.device) for tensor in tensors]))
-        self.schema = ExpertSchema.from_samples(tuple(sample_inputs), outputs)
+        self.schema = schema_of(module, self._call_module, tuple(sample_inputs), self.device)
         self.clip_norm = clip_norm
         self._learner = ExpertLearner(self.module, optimizer, schedule, clip_norm)
         self.version = 0  # counts optimizer steps and averages with replicas
         self._target_batch_size = 0
         self._gathered = 0  # samples whose gradients wait for a step of the target batch
-        # its replicas gather for the same steps: they are made by `moe.server.joint_steps`, not by `apply`
-        self.is_joint = False
+        self.is_joint = False  # `moe.server.joint_steps` makes its steps, with its replicas
         self._carried = 0  # samples of the last joint step beyond its target, which count for the next one
         self._past: tuple[CommonVersion, ...] = ()  # the last versions in common with replicas
         # its state is one of its replicas: it was averaged with them, or taken over by this server or another
@@ -103,9 +103,8 @@ class Expert:
         self.expert_class = ""  # the name by which `swarm serve` made it, for those who download it
         self.turns = 1  # its server averages it once in this many periods
         self.samples = 0  # samples of backward passes
-        # held by the computing thread, checkpoints and averaging while they use the expert
-        self.lock = threading.Lock()
-        self._accumulated = 0  # samples whose gradients wait for `apply`
+        self.lock = threading.Lock()  # held by all that use the expert: computing, averaging, checkpoints
+        self._accumulated = 0  # samples of gradients that wait for `apply`
         self._activations = ActivationCache(keep_activations_bytes)
 
     @property
@@ -128,7 +127,7 @@ class Expert:
         expert's device. Raises ComputationFailed.
         """
         with using(self.device), torch.no_grad():
-            return self._outputs(self._to_device(inputs), len(inputs[0]))
+            return self._outputs([one.to(self.device) for one in inputs], len(inputs[0]))
 
     def forward_keeping(self, pass_id: object, inputs: Tensors) -> Tensors:
         """Compute one batch as `forward` does, and keep what the backward pass with this id needs, for as
@@ -255,6 +254,11 @@ class Expert:
         return max(self.target_batch_size - self.counted, 1)
 
     @property
+    def learning_count(self) -> int:
+        """Return the number of parameters that learn."""
+        return len(self._learner.masters)
+
+    @property
     def counted(self) -> int:
         """Return the number of samples that count for the next step of the target batch."""
         return self._gathered + self._carried
@@ -272,7 +276,7 @@ class Expert:
         """
         taken = JointBatch(self._gathered, self.counted, self._learner.take_gathered())
         self._gathered = self._carried = 0
-        count = len(into) - len(self._floating_buffers())
+        count = self.learning_count
         with using(self.device), torch.no_grad():
             for place, tensor in enumerate(into[:count]):
                 gradient = taken.gradients.get(place)
@@ -296,8 +300,7 @@ class Expert:
         samples count for the next step. The lock must be held. Return False when a step was refused; then it
         was on all replicas, and the batch is dropped.
         """
-        buffers = self._floating_buffers()
-        count = len(averaged) - len(buffers)
+        buffers, count = self._floating_buffers(), self.learning_count
         with using(self.device), torch.no_grad():
             for tensor, value in zip(buffers, averaged[count:], strict=True):
                 tensor.copy_(value)
@@ -405,24 +408,22 @@ class Expert:
         self.version, self._past = lineage.version, lineage.past
         self._activations.clear()
 
-    def _to_device(self, tensors: Iterable[torch.Tensor]) -> Tensors:
-        return [tensor.to(self.device) for tensor in tensors]
-
     def _leaves(self, inputs: Tensors) -> Tensors:
         return [
-            tensor.detach().requires_grad_(tensor.dtype.is_floating_point)
-            for tensor in self._to_device(inputs)
+            tensor.to(self.device).detach().requires_grad_(tensor.dtype.is_floating_point)
+            for tensor in inputs
         ]
 
     def _outputs(self, inputs: Tensors, batch: int) -> Tensors:
+        schema = self.schema.at(self.schema.length_of(inputs))
         try:
             if self.autocast is None:
-                _, outputs = flatten(self._call_module(unflatten(self.schema.inputs, inputs)))
+                _, outputs = flatten(self._call_module(unflatten(schema.inputs, inputs)))
             else:
                 with torch.autocast(self.device.type, self.autocast):
-                    _, outputs = flatten(self._call_module(unflatten(self.schema.inputs, inputs)))
+                    _, outputs = flatten(self._call_module(unflatten(schema.inputs, inputs)))
                 outputs = self._cast(outputs)
-            found = check(self.schema.output_leaves, outputs, "output")
+            found = check(schema.output_leaves, outputs, "output")
         # a module's error is the answer to its caller, and ends nothing else
         except (Exception, SystemExit) as error:
             _raise_if_of_device(error)
@@ -432,7 +433,7 @@ class Expert:
         return outputs
 
     def _call_module(self, arguments: Sequence[Any]) -> Any:
-        return self.module(**arguments[0]) if self._by_keyword else self.module(*arguments)
+        return self.called(**arguments[0]) if self._by_keyword else self.called(*arguments)
 
     def _cast(self, outputs: Tensors) -> Tensors:
         """Return the floating-point outputs of autocast in the dtypes of the schema."""
@@ -447,16 +448,14 @@ class Expert:
     def _concatenate_gradients(self, many: list[Gradients], sizes: list[int]) -> list[torch.Tensor | None]:
         """Concatenate the gradients of several passes; None where no pass has one."""
         found: list[torch.Tensor | None] = []
-        for number, leaf in enumerate(self.schema.gradient_leaves):
+        for number in range(len(self.schema.gradient_leaves)):
             parts = [gradients[number] for gradients in many]
             given = next((part for part in parts if part is not None), None)
             if given is None:
                 found.append(None)
                 continue
             filled = [
-                torch.zeros((size, *leaf.shape), dtype=leaf.dtype, device=given.device)
-                if part is None
-                else part
+                given.new_zeros((size, *given.shape[1:])) if part is None else part
                 for part, size in zip(parts, sizes, strict=True)
             ]
             found.append(filled[0] if len(filled) == 1 else torch.cat(filled))

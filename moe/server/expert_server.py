@@ -81,22 +81,28 @@ class ServerStatistics:
 
 
 class ExpertServer:
-    """Hosts experts: `{"ffn.0": swarm.Expert(...)}`, and answers in the background. It is a context manager.
+    """Hosts experts and answers calls in the background. A context manager.
 
-    Of an expert that other servers host, too, it first takes over the state (parameters, optimizer, buffers),
-    and serves it from then on as a replica. The constructor waits up to half a minute for that.
+    If other servers host an expert, too, this server first takes over its state (parameters, optimizer,
+    buffers) and serves it from then on as a replica. The constructor waits up to half a minute for that.
+    Requests of many callers are batched per expert. Experts may be on several devices, each of which computes
+    independently. The experts are declared in the DHT and their declarations renewed. `close` finishes the
+    current computations, saves checkpoints and withdraws the declarations. `resumed` lists the experts that
+    were restored from a checkpoint.
 
-    Requests of many callers are batched per expert, up to `max_batch_size` samples (also the largest
-    request). Experts may be on several devices, each of which computes independently. The experts are
-    declared in the DHT and their declarations renewed; `close` finishes what is being computed, saves
-    checkpoints and withdraws the declarations. `resumed` lists the experts that were restored from a
-    checkpoint. Raises UsageError when a name is invalid, or hosted on this node already, or a checkpoint does
-    not fit.
+    Args:
+        node: This process as a peer.
+        experts: Experts by name: `{"ffn.0": swarm.Expert(...)}`.
+        max_batch_size: Samples of the largest batch, and of the largest request.
+        config: Checkpoints and averaging with replicas; None: the defaults.
 
     `ended` is set when the server has ended: it was closed, or a device failed in a way that only a new
-    process recovers from (an index out of range on a GPU is one). In the latter case `failed` describes the
-    failure in a sentence, all experts have been withdrawn, and nothing on that device is saved any more.
-    `failed` is None while there is no such failure.
+    process recovers from, such as an index out of range on a GPU. After such a failure `failed` describes it
+    in a sentence (otherwise it is None), all experts are withdrawn, and nothing on that device is saved any
+    more.
+
+    Raises:
+        UsageError: When a name is invalid or hosted on this node already, or a checkpoint does not fit.
     """
 
     def __init__(

@@ -37,11 +37,12 @@ from moe.server.requests import (
     KeptInputs,
     PendingJob,
     RequestRefused,
+    check_staleness,
     request_overloaded,
     request_refused,
 )
 from swarm.compression import Buffer, find_wire_id
-from swarm.core.errors import PeerError
+from swarm.core.errors import PeerError, UsageError
 from swarm.core.ids import PeerId
 from swarm.net.rpc import Stream
 from swarm.wire import expert_pb2
@@ -259,6 +260,10 @@ class HostingService:
         schema, batch = hosted.expert.schema, request.batch
         if request.schema_digest != schema.digest:
             raise request_refused(f"it was made for another schema than this expert's, which is {schema}")
+        try:
+            schema = schema.at(request.sequence_length)
+        except UsageError as error:
+            raise request_refused(str(error)) from None
         if not 1 <= batch <= hosted.batch_size_max:
             raise request_refused(f"a request has 1 to {hosted.batch_size_max} samples, not {batch}")
         backward = request.kind == expert_pb2.EXPERT_BACKWARD
@@ -281,7 +286,7 @@ class HostingService:
                 )
         repeated = backward and self._is_repeated(caller, request)
         if backward and not repeated and request.HasField("staleness_max"):
-            _check_staleness(hosted, request)
+            check_staleness(hosted, request)
         kept = (
             self._kept_inputs(caller, request) if backward and request.inputs_kept and not repeated else None
         )
@@ -344,9 +349,10 @@ class HostingService:
             raise RequestRefused(
                 expert_pb2.EXPERT_FORGOTTEN, "the inputs of that forward pass are not kept here any more"
             )
-        if kept.batch != request.batch:
+        if kept.shape != (request.batch, request.sequence_length):
             raise request_refused(
-                f"the forward pass of that id had {kept.batch} samples, not {request.batch}"
+                f"the forward pass of that id had {kept.shape[0]} samples, not {request.batch}, "
+                "or sequences of another length"
             )
         return kept
 
@@ -386,7 +392,7 @@ class HostingService:
             pending = self._pending.get(admitted.pass_id)
         if pending is None:
             tensors = await self._decode(admitted, payload)
-            # the same request may have come again, and been answered, meanwhile
+            # a repetition of the request may have been answered meanwhile
             if admitted.is_backward and len(payload) > _POOLED_BYTES:
                 applied = self._earlier_outcome(admitted)
                 if applied is not None:
@@ -451,6 +457,7 @@ class HostingService:
             gradients=tensors[count:] if admitted.is_backward else None,
             keep=request.keep,
             batch=request.batch,
+            sequence_length=request.sequence_length,
             size_bytes=admitted.size_bytes,
             codec=admitted.codec,
             is_stranger=self._is_stranger(admitted.caller),
@@ -465,7 +472,7 @@ class HostingService:
             self._pending.pop(job.pass_id, None)
             raise request_overloaded(hosted, busy)
         if request.keep and not admitted.is_backward:
-            kept = KeptInputs.snapshot(inputs, request.batch)
+            kept = KeptInputs.snapshot(inputs, request)
             self.input_cache.put(admitted.caller, (request.request_id, request.uid), kept, kept.size_bytes)
         return pending
 
@@ -485,16 +492,3 @@ class HostingService:
         if hosted is not None:
             hosted.refusals[ExpertStatus.Name(refusal.status)] += 1
         return ExpertReply(status=refusal.status, reason=refusal.reason, queued=refusal.queued)
-
-
-def _check_staleness(hosted: HostedExpert, request: ExpertRequest) -> None:
-    """Raise RequestRefused when the expert has changed too much since the forward pass. Steps of requests
-    that wait before this one are not counted.
-    """
-    version = hosted.expert.version
-    if abs(version - request.version) > request.staleness_max:
-        raise RequestRefused(
-            expert_pb2.EXPERT_STALE,
-            f"the expert was at version {request.version} in the forward pass and is at {version} now: "
-            f"more than staleness_max = {request.staleness_max} apart",
-        )

@@ -19,6 +19,9 @@ ReceivedTensor: TypeAlias = torch.Tensor | Encoded
 JobTensors: TypeAlias = tuple[Tensors, Gradients]
 
 
+BACKWARD_COST = 3.0  # cost of a backward pass in forward passes: it computes forward again
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """One request that has been checked."""
@@ -35,6 +38,7 @@ class Job:
     size_bytes: int
     codec: Codec | None  # for encoding the results
     is_stranger: bool = False  # its caller, when it came
+    sequence_length: int = 0  # of the inputs, where the schema lets it vary
 
     @property
     def is_backward(self) -> bool:
@@ -42,9 +46,18 @@ class Job:
         return self.gradients is not None
 
     @property
-    def kind(self) -> tuple[str, bool]:
-        """Return the properties that requests of one batch share: the expert and the direction."""
-        return self.uid, self.is_backward
+    def kind(self) -> tuple[str, bool, int]:
+        """Return the properties that requests of one batch share: the expert, the direction, and the length
+        of sequences.
+        """
+        return self.uid, self.is_backward, self.sequence_length
+
+    @property
+    def cost(self) -> float:
+        """Return the work that the job takes, in samples of a forward pass with sequences of full length."""
+        longest = self.expert.schema.sequence_length
+        share = self.sequence_length / longest if longest else 1.0
+        return self.batch * share * (BACKWARD_COST if self.is_backward else 1.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,9 @@ follows from the number of samples alone.
 
 What a replica announces only begins a round. The step is made for what its members then bring, as its
 certificate says: no replica counts for more than two target batches, and one that announced more than it
-brought is not counted for a while, so that its words make no step early.
+brought is not counted for a while, so that its words make no step early. The only other replica is not
+counted for a while either when it brings gradients that are far longer than this one's
+(`moe.server.logic.others_gradients`).
 
 A replica that missed a step takes the state of one that made it, and drops what it had gathered.
 """
@@ -29,7 +31,7 @@ from averaging.averager import Averager
 from moe.protocol import methods
 from moe.protocol.declarations import Directory, ExpertReplica
 from moe.protocol.names import ExpertUid
-from moe.server.expert import Expert, Tensors
+from moe.server.expert import Expert, JointBatch, Tensors
 from moe.server.logic.joint_counts import (
     TARGETS_PER_REPLICA_MAX,
     BatchCount,
@@ -38,6 +40,7 @@ from moe.server.logic.joint_counts import (
     judge,
 )
 from moe.server.logic.lineage import NAME_BYTES, VERSION_MAX, donors
+from moe.server.logic.others_gradients import LONGER_MAX, OwnGradients, mean_norm, others_norm
 from moe.server.replica_states import ReplicaStates
 from swarm.core.errors import NetworkError, PeerError, SwarmError
 from swarm.core.ids import PeerId
@@ -51,18 +54,15 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _REFRESH_S = 5.0  # interval at which the directory is read
-_REFRESH_S_MIN = 0.5  # however many peers call that are not known
+_REFRESH_S_MIN = 0.5  # lower limit, even if many unknown peers call
 _READ_TIMEOUT_S = 5.0
-_TELL_TIMEOUT_S = 2.0  # then a replica is left out until the next look
+_TELL_TIMEOUT_S = 2.0  # timeout of a replica, which is then left out until the next refresh
 _HOLD_S = 15.0  # a pass waits this long for a step, then its caller may ask another replica
 _ROUND_TIMEOUT_S = 10.0
 _ROUNDS_MAX = 2  # failed rounds with the same replicas, after which this one steps without them
 _PAUSE_S = 0.2  # pause before a replica that could not catch up tries again
 _GROUP_SIZE = 32
 _STEPS_MAX = 8  # steps in one round
-# A mean gradient of fewer samples is longer by noise, at most by the root of their ratio; a contribution of
-# a hostile replica among three is cut to this many medians.
-_CLIP_TO_MEDIAN = 16.0
 # gradients of one step are as in one process; they are no larger than the parameters, once per step
 _CODEC = "float32"
 _ROUNDS_AT_ONCE_MAX = 64
@@ -88,14 +88,21 @@ class JointExpert:
         self._under_way = 0  # samples of backward passes that were admitted and are not counted yet
         self._waiting: dict[asyncio.Future[None], tuple[int, bool]] = {}  # passes: samples, is_backward
         self._telling = asyncio.Lock()
-        self._to_tell = self._told = 0
+        self._to_announce = self._announced = 0
         self._busy = False  # a step is being made, or a state taken over
+        self._halted = False
         self._before: BatchCount | None = None  # this one's count when the round began
         self._failed_rounds = 0
         self._averager: Averager | None = None
         self._tensors: Tensors = []
+        self._own_gradients = OwnGradients()
         self._met_unknown = met_unknown  # a replica has called that the directory did not have yet
         self.steps = 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether a step is being made, or a state taken over, now."""
+        return self._busy
 
     @property
     def is_active(self) -> bool:
@@ -137,17 +144,17 @@ class JointExpert:
 
     def counted(self) -> None:
         """Record that backward passes were computed, and inform the other replicas."""
-        self._to_tell += 1
+        self._to_announce += 1
 
     async def tell(self) -> None:
         """Wait until the replicas that gather for the same step know the count so far."""
-        wanted = self._to_tell
+        wanted = self._to_announce
         async with self._telling:
-            if self._told >= wanted:
+            if self._announced >= wanted:
                 return
-            told = self._to_tell
+            count = self._to_announce
             await self._tell(self._counts.peers)
-            self._told = told
+            self._announced = count
         self._look()
 
     def hear(self, peer: PeerId, count: BatchCount) -> BatchCount:
@@ -160,6 +167,10 @@ class JointExpert:
         else:
             self._met_unknown.notify()
         return self._own
+
+    def halt(self) -> None:
+        """Begin nothing any more. Any thread may call it."""
+        self._halted = True
 
     def close(self) -> None:
         """Leave the group. Must not be called on the network thread."""
@@ -205,7 +216,7 @@ class JointExpert:
         apart = self._counts.apart(own, self._node.clock.monotonic_s())
         together = self._counts.together(own)
         expert.is_joint = bool(together or apart) and expert.target_batch_size > 0
-        if not self._busy:
+        if not self._busy and not self._halted:
             work = None
             if expert.is_joint and self._is_behind(own):
                 work = self._catch_up
@@ -254,7 +265,9 @@ class JointExpert:
         """Make one step with the replicas that gather for it."""
         announced = self._counts.announced(self._own)
         try:
-            result = await asyncio.get_running_loop().run_in_executor(self._threads, self._run_round)
+            result, invented_by = await asyncio.get_running_loop().run_in_executor(
+                self._threads, self._run_round
+            )
             now_s = self._node.clock.monotonic_s()
             if result is None or result.failed:
                 self._failed_rounds += 1
@@ -262,9 +275,16 @@ class JointExpert:
                 if self._failed_rounds >= _ROUNDS_MAX:
                     for peer in self._counts.together(self._own):
                         self._counts.forget(peer)
+            elif invented_by:
+                _log.warning(
+                    "%s made no joint step: the gradients of peer %s are longer than any of this replica",
+                    self._uid,
+                    next(iter(invented_by)).short,
+                )
+                self._counts.distrust(invented_by, now_s, gravely=True)
             elif (verdict := self._judge(result, announced)).excessive or not self._completes(verdict):
                 _log.warning("%s made no joint step: its replicas brought too little, or too much", self._uid)
-                # who was not in the round may be late: once is an accident
+                # a replica that is missing in one round may only be late
                 self._failed_rounds += 1
                 absent = verdict.unkept - set(result.peers)
                 late = absent if self._failed_rounds < _ROUNDS_MAX else frozenset[PeerId]()
@@ -301,8 +321,10 @@ class JointExpert:
         finally:
             await self._end_work()
 
-    def _run_round(self) -> RoundResult | None:
-        """Run one round. Called on a thread."""
+    def _run_round(self) -> tuple[RoundResult | None, frozenset[PeerId]]:
+        """Run one round. Return its result, and the peers that brought invented gradients, in which case this
+        replica has made no step. Called on a thread.
+        """
         expert, node = self.expert, self._node
         if self._averager is None:
             with expert.lock:
@@ -315,15 +337,15 @@ class JointExpert:
                     name=f"steps-{digest}",
                     target_group_size=_GROUP_SIZE,
                     codec=_CODEC,
-                    clip_to_median=_CLIP_TO_MEDIAN,
+                    clip_to_median=LONGER_MAX,
                 )
             except SwarmError as error:
                 _log.info("%s makes no joint steps: %s", self._uid, error)
-                return None
+                return None, frozenset()
         with expert.lock:
             own = self._before = self._own
             taken = expert.take_batch(self._tensors)
-        # one huge request counts as much as a replica may bring
+        # a huge request counts at most with a replica's limit
         most = TARGETS_PER_REPLICA_MAX * expert.target_batch_size
         pending = None
         try:
@@ -343,17 +365,36 @@ class JointExpert:
         with expert.lock:
             if result is None or result.failed:
                 expert.return_batch(taken)
-                return result
+                return result, frozenset()
             verdict = self._judge(result, {})
             if verdict.excessive or not self._completes(verdict):
                 expert.return_batch(taken)
-                return result
-            samples = sum(result.weights[peer] * part for peer, part in result.contributions.items())
+                return result, frozenset()
+            brought = {peer: result.weights[peer] * part for peer, part in result.contributions.items()}
+            if invented_by := self._invented_by(brought, taken):
+                expert.return_batch(taken)
+                return result, invented_by
+            samples = sum(brought.values())
             steps, carried = self._steps_due(verdict.samples, result.peers[0])
             name = hashlib.blake2b(f"{result.group_id} {result.digest}".encode(), digest_size=NAME_BYTES)
             if not expert.step_jointly(self._tensors, samples, steps, carried, name.digest()):
                 _log.warning("a step of %s with its replicas was refused", self._uid)
-        return result
+        return result, frozenset()
+
+    def _invented_by(self, brought: Mapping[PeerId, float], taken: JointBatch) -> frozenset[PeerId]:
+        """Return the only other replica that has brought samples to a round, if its gradients cannot be real:
+        `self._tensors` has the average.
+        """
+        own = brought.get(self._node.peer_id, 0.0)
+        others = {peer: one for peer, one in brought.items() if peer != self._node.peer_id and one > 0}
+        self._own_gradients.note(mean_norm(taken.gradients, taken.samples), own)
+        if len(others) != 1:
+            return frozenset()
+        ((other, samples),) = others.items()
+        share = own / taken.samples if taken.samples else 0.0
+        averaged = self._tensors[: self.expert.learning_count]
+        norm = others_norm(averaged, own + samples, taken.gradients, share) / samples
+        return frozenset() if self._own_gradients.may_be_real(norm, samples) else frozenset({other})
 
     def _judge(self, result: RoundResult, announced: Mapping[PeerId, int]) -> RoundVerdict:
         return judge(result.gathered, result.weights, announced, self.expert.target_batch_size)
@@ -418,6 +459,8 @@ class JointSteps:
 
     def close(self) -> None:
         """Leave all groups. Must not be called on the network thread."""
+        for one in self.experts.values():
+            one.halt()  # a step that is due would be begun again and again, without a thread to make it
         self._threads.shutdown(wait=False, cancel_futures=True)
         for one in self.experts.values():
             one.close()

@@ -41,7 +41,7 @@ _ROUND_TIMEOUT_S = 20.0  # time limit of a round; at most half the period is use
 _GROUP_SIZE = 8
 _CODEC = "float16"
 _READ_TIMEOUT_S = 5.0
-_UNSETTLED_PERIODS = 10  # a server that was alone for this long goes on from its own state
+_UNSETTLED_PERIODS = 10  # a server that was alone for this long continues from its own state
 _TAKEN_OVER_AT_ONCE = 4  # states: each is in memory twice for a moment
 
 _Others = Mapping[ExpertUid, list[ExpertReplica]]
@@ -55,7 +55,7 @@ class Replicating:
 
     def __init__(self, node: Node, experts: Mapping[ExpertUid, Expert], period_s: float) -> None:
         self._node, self._experts, self._period_s = node, dict(experts), period_s
-        # a frozen expert is what its owner gave it, whatever others declare
+        # a frozen expert keeps its owner's parameters, no matter what others declare
         self._learning = [uid for uid, expert in experts.items() if not expert.frozen]
         self._directory = Directory(node.dht.service)
         self._states = ReplicaStates(node)
@@ -150,8 +150,8 @@ class Replicating:
                 taken = await self._states.take_over(
                     uid, self._experts[uid], [by_peer[peer] for peer in chosen]
                 )
-            # Of several replicas one may lie: a state counts only after a median has put it right. And one
-            # that lies behind never counts.
+            # One of several replicas may lie, so a state counts only after a median has corrected it. A state
+            # that is behind never counts.
             if not taken or len(others[uid]) > 1:
                 self._receiving.add(uid)
 

@@ -55,13 +55,13 @@ class KeptInputs:
     """The inputs of a forward pass, kept for the backward pass."""
 
     tensors: list[ReceivedTensor]
-    batch: int
+    shape: tuple[int, int]  # samples, and the length of their sequences
     versions: list[int]  # of the tensors: a module may write into its inputs
 
     @classmethod
-    def snapshot(cls, tensors: list[ReceivedTensor], batch: int) -> KeptInputs:
-        """Record the tensors with their present versions."""
-        return cls(tensors, batch, _versions(tensors))
+    def snapshot(cls, tensors: list[ReceivedTensor], request: ExpertRequest) -> KeptInputs:
+        """Record the tensors of a request with their present versions."""
+        return cls(tensors, (request.batch, request.sequence_length), _versions(tensors))
 
     @property
     def is_unmodified(self) -> bool:
@@ -104,3 +104,16 @@ def request_refused(reason: str) -> RequestRefused:
 
 def request_overloaded(hosted: HostedExpert, reason: str) -> RequestRefused:
     return RequestRefused(expert_pb2.EXPERT_OVERLOADED, f"overloaded, {reason}", hosted.compute.queued)
+
+
+def check_staleness(hosted: HostedExpert, request: ExpertRequest) -> None:
+    """Raise RequestRefused when the expert has changed too much since the forward pass. Steps of requests
+    that wait before this one are not counted.
+    """
+    version = hosted.expert.version
+    if abs(version - request.version) > request.staleness_max:
+        raise RequestRefused(
+            expert_pb2.EXPERT_STALE,
+            f"the expert was at version {request.version} in the forward pass and is at {version} now: "
+            f"more than staleness_max = {request.staleness_max} apart",
+        )

@@ -21,14 +21,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Without arguments, as the installed script calls it, this function ends the process itself.
     """
-    # torch's CPU threads spin while they wait for one another, by default for milliseconds (GNU OpenMP):
-    # beside other programs most of a step is then spent on that. With this they sleep soon, and an idle
-    # machine stays nearly as fast. Read when torch is imported; a choice of the user's counts.
+    # By default torch's CPU threads (GNU OpenMP) spin for milliseconds while they wait for one another. On a
+    # busy machine this takes most of a step. With this setting they sleep soon, which costs little on an idle
+    # machine. It is read when torch is imported; a value that the user has set is kept.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     code = _run(arguments)
     if arguments is None:
-        # Everything is closed. Unloading torch would take Python another second on a busy machine.
+        # Everything is closed. Skip the interpreter's shutdown: unloading torch takes a second on a busy
+        # machine.
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):
                 stream.flush()
@@ -68,7 +69,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         report_error("stopped", as_json=False)
         return FAILED
     except BrokenPipeError:
-        # The reader of the output is gone. Without this the interpreter would report it at exit.
+        # The reader of the output has closed it. Without this, the interpreter would report an error at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     return code if isinstance(code, int) else 0

@@ -43,8 +43,8 @@ def pause(run: str | None, free: bool, as_json: bool) -> int:
     """Pause the volunteers of this user on this machine: all, or those of RUN (a name, an id, a PeerID or a
     process id).
 
-    A volunteer that pauses leaves the run's rounds at once, so that no peer waits for it, frees the memory of
-    the GPU, and after a minute that of the machine, too.
+    A volunteer that pauses leaves the run's rounds at once, so that no peer waits for it. It frees GPU memory
+    at once and host memory after a minute.
 
     \b
     Examples:
@@ -59,7 +59,7 @@ def pause(run: str | None, free: bool, as_json: bool) -> int:
 @click.argument("run", metavar="[RUN]", required=False)
 @options.as_json
 def resume(run: str | None, as_json: bool) -> int:
-    """Let volunteers go on after `swarm pause`. They download the state that the swarm has reached meanwhile.
+    """Let volunteers continue after `swarm pause`. They download the current state of the swarm.
 
     \b
     Examples:
@@ -100,7 +100,7 @@ def _set_paused(run: str | None, *, paused: bool, free: bool = False, as_json: b
     "--pause/--resume",
     "paused",
     default=None,
-    help="Stop training for a while, or go on; members stay and keep the state.",
+    help="Pause training, or continue it; members stay and keep the state.",
 )
 @click.option("--end/--reopen", "ended", default=None, help="End the run for everybody, or open it again.")
 @click.option(
@@ -114,8 +114,21 @@ def _set_paused(run: str | None, *, paused: bool, free: bool = False, as_json: b
     "--revoke",
     metavar="PEERID",
     multiple=True,
-    help="Refuse a peer and all that it invited, or an invite (swarm1...) and all that joined by it. "
-    "Repeatable.",
+    help="Refuse a peer or an invite (swarm1...), and all peers that joined through it. Repeatable.",
+)
+@click.option(
+    "--message",
+    metavar="TEXT",
+    default=None,
+    help="One line to volunteers, which joining shows; '' for none.",
+)
+@click.option(
+    "--plan-pause",
+    "pauses",
+    metavar="FROM/UNTIL",
+    multiple=True,
+    help="Nobody trains between these local times: 2026-12-24T18:00/2026-12-26T09:00. Repeatable; replaces "
+    "the plan of before; `none` empties it.",
 )
 @options.as_json
 def change(run: str, addresses: tuple[str, ...], identity: str | None, as_json: bool, **changes: Any) -> int:
@@ -129,13 +142,16 @@ def change(run: str, addresses: tuple[str, ...], identity: str | None, as_json: 
     Examples:
       swarm change bytelm --target-batch-size 4096
       swarm change bytelm --pause
+      swarm change bytelm --message "We finish on Friday. Thank you!"
       swarm change bytelm --ban 12D3KooW... --from /ip4/203.0.113.7/tcp/4000/tls/http/p2p/12D3KooW...
       swarm change bytelm --revoke swarm1...
     """
     from swarm.dht.logic.blobs import version_text
-    from swarm.run.changes import Change, differences, sign_change
+    from swarm.run.changes import Change, differences, read_pause, sign_change
 
-    wanted = Change(**changes)
+    pauses = changes.pop("pauses")
+    planned = tuple(read_pause(one) for one in pauses if one != "none") if pauses else None
+    wanted = Change(**changes, pauses=planned)
     owner = Identity.read(Path(identity).expanduser() if identity else default_identity())
     with temporary_node(RunAddress(run=run, addresses=addresses), owner) as (node, directory):
         known = find_run(node, directory, run)
@@ -160,8 +176,8 @@ def change(run: str, addresses: tuple[str, ...], identity: str | None, as_json: 
 
 
 def tell_members(node: Node, directory: RunDirectory, signed: SignedSpecification) -> tuple[int, int]:
-    """Publish and save a new version, and send it to members. Return how many were asked, and how many of
-    them follow it.
+    """Publish and save a new version, and send it to members. Return the number of members asked, and of
+    those that follow it.
     """
     from swarm.run.changes import send_version
     from swarm.run.estimate import read_members
@@ -184,8 +200,8 @@ def tell_members(node: Node, directory: RunDirectory, signed: SignedSpecificatio
 def temporary_node(
     where: RunAddress, owner: Identity | None = None, handover: Handover | None = None
 ) -> Iterator[tuple[Node, RunDirectory]]:
-    """Open a node, and a directory of runs. `owner`: lets it into an invited run, with the `handover` by
-    which it is getting the run.
+    """Open a node and a directory of runs. `owner`: gives the node access to an invited run, together with
+    the `handover` if the run is getting this new owner.
     """
     from swarm.node import Node
     from swarm.run.directory import RunDirectory

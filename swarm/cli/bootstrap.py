@@ -46,9 +46,9 @@ _REPORT_S = 5.0  # interval in which the number of known peers is checked
 def bootstrap(
     identity: str | None, bootstrap: tuple[str, ...], as_json: bool, exit_with_parent: bool, **where: Any
 ) -> int:
-    """Run a long-lived entry point: a peer that others join by, and that trains nothing.
+    """Run a long-lived entry point: a peer through which others join, and that does not train.
 
-    Its identity stays the same between starts, so its address does. It needs no torch.
+    Its identity stays the same between starts, so its address does too. It does not need torch.
 
     \b
     Examples:
@@ -61,7 +61,7 @@ def bootstrap(
 
     listen, announce = options.listen_at(where["listen"], where["announce"], ()), where["announce"]
     if listen is None:
-        raise UsageError("others enter by calling an entry point: --listen none leaves nobody who can")
+        raise UsageError("an entry point must accept calls, and --listen none refuses all: leave it out")
     with (
         Shutdown(exit_with_parent=exit_with_parent) as shutdown,
         make_output(VolunteerPresentation(), as_json=as_json) as output,
@@ -73,7 +73,7 @@ def bootstrap(
 
                 def show_addresses() -> None:
                     for address in node.addresses:
-                        output.emit(Notice(text=f"others enter with: --bootstrap {address}"))
+                        output.emit(Notice(text=f"others join with: swarm join {address}"))
 
                 def show_reach(sentence: str) -> None:
                     output.emit(Notice(text=sentence))
@@ -82,6 +82,7 @@ def bootstrap(
                 follow_run(node)
                 output.emit(Listening(peer_id=str(node.peer_id), addresses=node.addresses, reach=node.reach))
                 show_addresses()
+                output.emit(Notice(text="a new run begins with: swarm start RUN.toml --bootstrap ADDRESS"))
                 node.tell_reach(show_reach)
                 known = 0
                 while not shutdown.requested.wait(_REPORT_S):

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import IO, Any
 
 _LINE_BYTES_MAX = 1 << 20
-_ERROR_BYTES_MAX = 4000  # of standard error, read from its end
-_TERMINATE_S = 1.5  # for all children to leave after SIGTERM
+_ERROR_BYTES_MAX = 4000  # the last part of standard error that is read
+_TERMINATE_S = 1.5  # time for all children to end after SIGTERM
 _KILL_S = 0.5
 
 

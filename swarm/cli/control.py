@@ -4,7 +4,7 @@ They use files in a folder, which works on every system.
 
 A command that trains writes `<process id>.json` while it runs, with its run and the addresses of its node.
 `swarm pause` creates `<process id>.pause` beside it, which the trainer checks twice a second, and
-`swarm resume` deletes it. The file holds "free" when the pause shall free the memory at once.
+`swarm resume` deletes it. The file contains "free" if the memory shall be freed at once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from swarm.core.errors import SwarmError
 
 _BYTES_MAX = 16 << 10
-_AGE_SLACK_S = 2.0  # tolerance for start times, because clocks are corrected
+_AGE_SLACK_S = 2.0  # tolerance of start times, because the clock may be adjusted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class Running:
     """A command that trains on this machine."""
 
     pid: int
-    started_s: float  # Unix time; tells the process from a later one with the same id
+    started_s: float  # Unix time; distinguishes the process from a later one with the same id
     name: str  # of the run
     run_id: str
     peer_id: str
@@ -110,8 +110,8 @@ class Control:
         return [one.pid for one in self.running()]
 
     def set_paused(self, one: Running, paused: bool, *, free: bool = False) -> None:
-        """Ask a command to pause, and to free its memory at once, or to go on. Raise SwarmError if the folder
-        cannot be written to.
+        """Ask a command to pause, and to free its memory at once, or to continue. Raise SwarmError if the
+        folder cannot be written to.
         """
         try:
             if paused:

@@ -19,7 +19,7 @@ from swarm.cli.render import make_output
 from swarm.cli.render.demo import ChildEvent, DemoPresentation, DemoStatus
 from swarm.cli.shutdown import Shutdown
 
-# A start that takes longer shortens the training, at most by half, so that the whole demo stays short.
+# If the start takes longer than this, the training is shortened, at most by half, to keep the demo short.
 _START_S = 25.0
 _START_S_MAX = 120.0  # until all volunteers train, including several imports of torch on a slow machine
 _LEAVE_S_MAX = 10.0  # for the last round, once all volunteers were asked to leave

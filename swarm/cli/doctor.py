@@ -1,4 +1,4 @@
-"""`swarm doctor`: whether this machine can volunteer, and what to do where it cannot."""
+"""`swarm doctor`: check whether this machine can volunteer, and say what to do if it cannot."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from swarm.cli.invite import contacts_of
 from swarm.cli.render import print_result
 from swarm.core.errors import SwarmError
 from swarm.core.ids import Contact
+from swarm.core.wording import size
 from swarm.net.logic.nat import NatKind
 from swarm.run.entering import enter
 
@@ -26,13 +27,13 @@ if TYPE_CHECKING:
     from swarm.node import Node
     from swarm.reach.reaching import RelayView
 
-_VERDICT_S = 25.0  # a router is asked, peers call, and once more after a check that left a doubt
+_VERDICT_S = 25.0  # for asking the router and for calls by peers, repeated once if the result was unclear
 _POLL_S = 0.2
-_RELAYS_S = 30.0  # for a relay to take this machine in
-_SECOND_RELAY_S = 5.0  # for one that tells which kind of NAT this is, where the first does not
+_RELAYS_S = 30.0  # for a reservation at a relay
+_SECOND_RELAY_S = 5.0  # for a second relay, if one is not enough to determine the kind of NAT
 _PACKAGES = ("torch", "grpcio", "libp2p", "protobuf")
 _PEERS_SHOWN = 5
-_PORT = 4000  # to forward, where the user has named none
+_PORT = 4000  # suggested port to forward, if the user named none
 _MEASURED_MAX = 3  # peers
 _NATS: dict[NatKind, str] = {
     "none": "none: relays see this machine at its own address",
@@ -49,7 +50,7 @@ State = Literal["good", "note", "bad"]
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The result about one subject. "note": it can volunteer, but see the text; "bad": it cannot."""
+    """The result of one check. "note": this machine can volunteer, but see the text; "bad": it cannot."""
 
     subject: str
     state: State
@@ -151,16 +152,14 @@ def _machine() -> Diagnosis:
     import torch
 
     memory = psutil.virtual_memory()
-    host = (
-        f"{os.cpu_count()} cores, {memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB of memory free"
-    )
+    host = f"{os.cpu_count()} cores, {size(memory.available)} of {size(memory.total)} of memory free"
     if not torch.cuda.is_available():
         return Diagnosis("machine", "good", f"{host}; no CUDA device, so that it would train on the CPU")
     devices = []
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
         name = torch.cuda.get_device_name(index)
-        devices.append(f"cuda:{index} is {name} with {free / 1e9:.1f} of {total / 1e9:.1f} GB free")
+        devices.append(f"cuda:{index} is {name} with {size(free)} of {size(total)} free")
     return Diagnosis("machine", "good", f"{host}; {'; '.join(devices)}")
 
 
@@ -174,13 +173,13 @@ def _peers(node: Node) -> str:
 
 
 def _throughput(node: Node, named: Sequence[Contact]) -> Diagnosis:
-    """Return how fast bytes go to the peers that the user named, and come from them."""
+    """Return the measured throughput to and from the peers that the user named."""
     shown = []
     for contact in named[:_MEASURED_MAX]:
         try:
             rates = node.throughput(contact)
         except SwarmError as error:
-            shown.append(f"{contact.peer_id} is not measured: {error}")
+            shown.append(f"{contact.peer_id} was not measured: {error}")
         else:
             up, down = rates.up_bytes_per_s / 1e6, rates.down_bytes_per_s / 1e6
             shown.append(f"{up:.3g} MB/s to {contact.peer_id} and {down:.3g} MB/s from it")
@@ -189,7 +188,9 @@ def _throughput(node: Node, named: Sequence[Contact]) -> Diagnosis:
 
 
 def _relays(node: Node, relays: Sequence[RelayView]) -> Diagnosis:
-    """Return the relays that this machine knows: how far they are, and whether it is called through them."""
+    """Return the relays that this machine knows: their round-trip time, and whether this machine has a
+    reservation.
+    """
     shown = []
     for one in relays[:_PEERS_SHOWN]:
         delay = f"in {one.round_trip_s * 1e3:.1f} ms" if one.round_trip_s is not None else "no answer"
@@ -202,7 +203,7 @@ def _relays(node: Node, relays: Sequence[RelayView]) -> Diagnosis:
 
 
 def _reach(node: Node, listen: str | None, said: str) -> Diagnosis:
-    """Return how others reach this machine. `said`: what the node says about it."""
+    """Return how others reach this machine. `said`: the node's own sentence about it."""
     if listen is None:
         return Diagnosis(
             "reach", "note", "it takes no calls, so that it reduces and serves nothing for others"
@@ -216,7 +217,7 @@ def _reach(node: Node, listen: str | None, said: str) -> Diagnosis:
 
 
 def _line_for_the_router(listen: str) -> str:
-    """Return a sentence with what a router would have to forward; empty without a private address."""
+    """Return a sentence that names the port to forward in the router; empty without a private address."""
     from swarm.net.listening import machine_addresses, parse_listen
     from swarm.net.scope import Scope, scope_of
 

@@ -51,7 +51,7 @@ def experts(addresses: tuple[str, ...], pattern: str, timeout_s: float, as_json:
     from swarm.node import Node
 
     if pattern != "*":
-        ExpertPattern.parse(pattern)  # a mistake is told before anybody is called
+        ExpertPattern.parse(pattern)  # report a wrong pattern before any peer is called
     with (
         contextlib.closing(open_entry_identity(None, addresses)) as own,
         Node(bootstrap=addresses, listen=None, identity=own) as node,
@@ -76,7 +76,7 @@ def _replica_fields(replica: FoundReplica) -> dict[str, Any]:
 
 
 def _table(found: Sequence[FoundExpert], pattern: str) -> str:
-    """Return one line for each expert, below a head, and the servers that did not answer."""
+    """Return a table with one line for each expert, and the servers that did not answer."""
     if not found:
         return "no expert exists" + ("" if pattern == "*" else f" that {pattern} stands for")
     width = max(len("expert"), *(len(expert.name) for expert in found))

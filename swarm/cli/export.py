@@ -17,6 +17,7 @@ from swarm.cli.invite import stored_run
 from swarm.cli.paths import checkpoints_folder
 from swarm.cli.render import Output, Presentation, make_output, print_result
 from swarm.core.errors import UsageError
+from swarm.core.wording import size
 from swarm.run.entering import find_run
 from swarm.run.events import Notice
 
@@ -42,32 +43,32 @@ _PROGRESS_S = 1.0  # between two lines
     help="The safetensors file to write, or the folder of the task causal-lm.",
 )
 @click.option(
-    "--optimizer", is_flag=True, help="Add the optimizer's statistics, as `optimizer.NAME.STATISTIC`."
+    "--optimizer", is_flag=True, help="Add the optimizer's statistics as `optimizer.NAME.STATISTIC`."
 )
 @click.option(
     "--checkpoint",
     metavar="DIR",
     type=click.Path(path_type=Path),
     default=None,
-    help="For a grid: write all that training needs, for `swarm serve --checkpoint DIR`.",
+    help="For a grid: write the whole state, for `swarm serve --checkpoint DIR`.",
 )
 @click.option(
     "--module",
     metavar="FILE.py",
     type=click.Path(path_type=Path),
     default=None,
-    help="For a grid whose expert class is in a file of its owner: that file.",
+    help="The owner's file of expert classes, if the grid needs one.",
 )
 @options.as_json
 def export(**given: Any) -> int:
-    """Write a run's model to a safetensors file: what torch's load_state_dict takes.
+    """Write a run's model to a safetensors file for torch's load_state_dict.
 
-    It is the model of the newest good checkpoint on this machine, or with --from the one that the run's
-    peers have now. Of the task causal-lm it is a folder: a PEFT adapter, or a model for from_pretrained.
+    The model comes from the newest valid checkpoint on this machine or, with --from, from the run's peers.
+    The task causal-lm writes a folder: a PEFT adapter, or a model for from_pretrained.
 
     For a grid of experts, grid.NAME, the parameters of all experts are downloaded from their servers, as
-    EXPERT.TENSOR. Of an expert with three replicas or more, three are compared. With --checkpoint the command
-    writes the whole state, from which other servers can continue.
+    EXPERT.TENSOR. If an expert has three or more replicas, three of them are compared. With --checkpoint the
+    command writes the whole state, from which other servers can continue.
 
     \b
     Examples:
@@ -93,18 +94,20 @@ class _Choices:
 
     @property
     def output_of_run(self) -> Path:
-        """Return the file for a run's model. Raise UsageError where an option is of grids."""
+        """Return the file for a run's model. Raise UsageError if an option is for grids only."""
         if self.output is None or self.checkpoint is not None or self.module is not None:
             raise UsageError(
-                "--output FILE alone says where to write a run's model; the experts of a grid are at its "
-                "servers: pass the address of one with --from"
+                "a run's model is written with --output FILE only; for a grid, whose experts are at its "
+                "servers, pass the address of one with --from"
             )
         return self.output.expanduser()
 
 
 def _export(choices: _Choices) -> int:
     if choices.output is None and choices.checkpoint is None:
-        raise UsageError("say where to write: --output FILE or, for a grid, --checkpoint DIR")
+        raise UsageError(
+            "no place to write to was given: pass --output FILE or, for a grid, --checkpoint DIR"
+        )
     if not choices.addresses:
         path = choices.output_of_run
         _export_run(*_newest_on_disk(choices.run), path, choices)
@@ -126,11 +129,11 @@ def _export_run(signed: SignedSpecification, checkpoint: Checkpoint, path: Path,
 
     write(signed, checkpoint, path, optimizer=choices.optimizer)
     files = [one for one in path.rglob("*") if one.is_file()] if path.is_dir() else [path]
-    size = sum(one.stat().st_size for one in files)
+    written = sum(one.stat().st_size for one in files)
     print_result(
         "exported",
-        {"run": signed.full_name, "epoch": checkpoint.epoch, "path": str(path), "bytes": size},
-        f"{signed.full_name}, epoch {checkpoint.epoch}: {size / 1e6:,.1f} MB in {path}",
+        {"run": signed.full_name, "epoch": checkpoint.epoch, "path": str(path), "bytes": written},
+        f"{signed.full_name}, epoch {checkpoint.epoch}: {size(written)} in {path}",
         as_json=choices.as_json,
     )
 
@@ -170,7 +173,7 @@ def _export_grid(node: Node, signed: SignedSpecification, choices: _Choices) -> 
 
 
 def _progress(shown: Output) -> Progress:
-    """Return what says now and then how many experts are there."""
+    """Return a callback that prints now and then how many experts were downloaded."""
     next_s = time.monotonic() + _PROGRESS_S
 
     def show(done: int, total: int, name: str) -> None:
@@ -178,7 +181,7 @@ def _progress(shown: Output) -> Progress:
         now_s = time.monotonic()
         if now_s >= next_s:
             next_s = now_s + _PROGRESS_S
-            shown.emit(Notice(text=f"{done} of {total} experts are here, {name} the last one"))
+            shown.emit(Notice(text=f"{done} of {total} experts were downloaded, {name} last"))
 
     return show
 

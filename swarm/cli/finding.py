@@ -1,5 +1,5 @@
-"""How `swarm join` finds a run without an address: by the peers that this machine remembers, or on the local
-network; and how volunteers let others find their run there.
+"""Find a run for `swarm join` without an address: through the peers that this machine remembers, or on the
+local network. Also announce the runs of volunteers there.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from swarm.node import Node
     from swarm.run.signed import SignedSpecification
 
-_ADDRESSES_MAX = 2  # of a peer that a DHT has named
-_NAMES_MAX = 4  # of peers, in a line
+_ADDRESSES_MAX = 2  # addresses used of each peer found in a DHT
+_NAMES_MAX = 4  # names of peers in one line
 
 
 @dataclass(frozen=True, slots=True)
 class RunEntry:
-    """How to enter a run: addresses and invites, and which run it is there; None: the only one. `identity`:
-    the file of the one to enter with; None: as `open_entry_identity` chooses.
+    """Addresses and invites with which to enter a run, and the run's name there (None: the only run).
+    `identity`: the identity file to use; None: `open_entry_identity` chooses.
     """
 
     bootstrap: tuple[str, ...]
@@ -49,12 +49,12 @@ def is_run_name(text: str) -> bool:
 def given_entry(
     given: Sequence[str], run: str | None, identity: str | None, servers: Sequence[Contact]
 ) -> RunEntry | None:
-    """Return how to enter what the user has given: addresses, an invite, or the name of a run; None for
-    nothing.
+    """Return how to enter the run that the user gave: by addresses, an invite, or the name of a run. None if
+    the user gave nothing.
 
-    `run` chooses among several of a name; `identity` is the file of the identity that was invited, for an
-    invited run; `servers` are those of libp2p's DHT. Raises UsageError when it is not clear which run is
-    meant, and NetworkError when no server answers.
+    `run` chooses among several runs of a name. `identity` is the file of the invited identity, for an invited
+    run. `servers` are servers of libp2p's DHT. Raises UsageError if the run is ambiguous, and NetworkError if
+    no server answers.
     """
     by_name = given[0] if len(given) == 1 and is_run_name(given[0]) else None
     found = _found_by_name(by_name or run, given, servers) if servers else []
@@ -66,10 +66,10 @@ def given_entry(
 
 
 def remembered_entry(name: str, run: str | None, identity: str | None, found: Sequence[str] = ()) -> RunEntry:
-    """Return how to enter a run by its name: by the peers that this machine remembers, if it took part in it,
-    and at these addresses that were found. The other parameters: as those of `given_entry`.
+    """Return how to enter a run by its name: through remembered peers, if this machine took part in it, and
+    through the found addresses. The other parameters are those of `given_entry`.
 
-    Raises UsageError when no run is meant, or several, or no peer of it is known.
+    Raises UsageError if no run matches, several match, or no peer of the run is known.
     """
     from swarm.net.joining import REMEMBERED_MAX
     from swarm.net.peerbook import reached_peers
@@ -98,14 +98,15 @@ def remembered_entry(name: str, run: str | None, identity: str | None, found: Se
     return _invited_entry(signed, addresses, identity)
 
 
-def nearby_runs(output: Output, run: str | None) -> list[NearbyRun]:
-    """Look for runs on the local networks for a few seconds, show them, and return them. `run`: those alone
-    that this name, `name@id` or id means.
+def nearby_runs(output: Output, run: str | None, search: str = "") -> list[NearbyRun]:
+    """Look for runs on the local networks for a few seconds, show them, and return them. `run`: only runs
+    with this name, `name@id` or id; `search`: only those with this text in their line.
     """
     from swarm.net.lan import BROWSE_S, browse
 
     output.emit(Notice(text=f"looking for runs on the local network for {BROWSE_S:.0f} s"))
     found = [one for one in asyncio.run(browse()) if run in (None, one.name, one.run_id, one.full_name)]
+    found = [one for one in found if search.casefold() in _line(one).casefold()]
     for number, one in enumerate(found, 1):
         output.emit(Result(name="nearby", fields=_fields(one), text=f"{number}  {_line(one)}"))
     return found
@@ -113,7 +114,7 @@ def nearby_runs(output: Output, run: str | None) -> list[NearbyRun]:
 
 def nearby_entry(output: Output, run: str | None, identity: str | None) -> RunEntry:
     """Return how to enter a run on the local network: the only one that this peer may join, or the one that
-    the user chooses. Raises NetworkError when there is none, and UsageError when it is not clear which.
+    the user chooses. Raises NetworkError if there is none, and UsageError if the choice is ambiguous.
     """
     found = nearby_runs(output, run)
     if not found:
@@ -142,7 +143,7 @@ def nearby_entry(output: Output, run: str | None, identity: str | None) -> RunEn
 
 
 def announce_nearby(node: Node, signed: SignedSpecification) -> None:
-    """Announce a run on the local networks until the node closes, if others can call it there."""
+    """Announce a run on the local networks until the node closes, if other peers can call this node there."""
     from swarm.net.lan import LanPresence
     from swarm.runtime.thread import TURN_S_MAX
 
@@ -182,22 +183,22 @@ def announce_by_name(
 
 
 def _found_by_name(name: str | None, given: Sequence[str], servers: Sequence[Contact]) -> list[str]:
-    """Return addresses of peers of a run that libp2p's DHT names: by the run's name, or that of an invite."""
+    """Return addresses of a run's peers from libp2p's DHT, found by the run's name or by the name in an
+    invite.
+    """
     from swarm.reach.rendezvous import find_peers
 
     invites = [one for one in given if is_invite(one)]
     if name is None and invites:
         name = Invite.parse(invites[0]).run_id
     if name is None:
-        raise UsageError("--libp2p-bootstrap finds a run by its name: say which, as in `swarm join NAME`")
+        raise UsageError("--libp2p-bootstrap finds a run by its name: pass the name, as in `swarm join NAME`")
     peers = asyncio.run(find_peers(name.rpartition("@")[2], servers))
     return [text for peer in peers for text in peer.multiaddrs[:_ADDRESSES_MAX]]
 
 
 def _stored(every: Iterable[SignedSpecification], name: str, run: str | None) -> SignedSpecification | None:
-    """Return the one run on disk that a name means, if there is one. Raise UsageError when there are
-    several.
-    """
+    """Return the stored run with this name, if there is one. Raise UsageError if there are several."""
     from swarm.run.directory import RunListing
 
     listed = [(RunListing(one.name, one.run_id), one) for one in every]
@@ -205,14 +206,14 @@ def _stored(every: Iterable[SignedSpecification], name: str, run: str | None) ->
     if len(fitting) > 1:
         names = ", ".join(sorted(one.full_name for one in fitting))
         raise UsageError(
-            f"{len(fitting)} runs could be meant: {names}. Join one of them by NAME@ID, as it stands here"
+            f"{len(fitting)} runs match: {names}. Join one of them by its NAME@ID from this list"
         )
     return fitting[0] if fitting else None
 
 
 def _invited_entry(signed: SignedSpecification, addresses: Sequence[str], identity: str | None) -> RunEntry:
-    """Return how to enter an invited run again, with the chosen identity or one that has entered it before:
-    by the capability that it keeps. Raises UsageError when it keeps none.
+    """Return how to enter an invited run again, with the stored capability of the chosen identity or of one
+    that has entered the run before. Raises UsageError if there is no such capability.
     """
     from swarm.run.membership import identity_of, load_capability
 

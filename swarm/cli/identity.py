@@ -1,25 +1,34 @@
-"""`swarm identity`, and how the other commands open their identities."""
+"""`swarm identity`, and functions with which the other commands open their identities."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import click
 
 from swarm.cli import options
-from swarm.cli.paths import default_identity, invited_identities, invited_identity
+from swarm.cli.paths import (
+    default_identity,
+    invited_identities,
+    invited_identity,
+    volunteer_identities,
+    volunteer_identity,
+)
 from swarm.cli.render import print_result
 from swarm.core.errors import UsageError
 from swarm.core.files import set_aside
 from swarm.core.identity import DamagedIdentity, Identity, IdentityInUse
+from swarm.core.ids import PeerId
 from swarm.membership.capability import Role
 from swarm.membership.invite import Entrance, Invite
 
 NEW = "new"
 PASSPHRASE_CHARACTERS_MAX = 1024
-PROCESSES_PER_INVITE_MAX = 16  # on one machine that have an identity of their own which is kept
+PROCESSES_MAX = 16  # at once, for one invite or by address, that have an identity which is kept
 
 
 @click.command(context_settings=options.CONTEXT)
@@ -34,7 +43,7 @@ PROCESSES_PER_INVITE_MAX = 16  # on one machine that have an identity of their o
     metavar="FILE",
     type=click.Path(path_type=Path),
     default=None,
-    help="Read the passphrase from the first line of a file, and do not ask.",
+    help="Read the passphrase from the first line of a file instead of asking.",
 )
 @options.as_json
 def identity(
@@ -47,8 +56,8 @@ def identity(
 ) -> int:
     """Show or make an identity: the key that says who a peer is and which runs it owns.
 
-    Keep a copy of the identity that owns a run: without it nobody can change the run any more. Without its
-    passphrase a copy is worthless, to others and to you.
+    Keep a copy of the identity that owns a run: without it nobody can change the run any more. Nobody,
+    including you, can use a copy without its passphrase.
 
     \b
     Examples:
@@ -59,7 +68,7 @@ def identity(
       swarm identity --import ~/usb/owner.swarm
     """
     if sum((create, exported is not None, imported is not None)) > 1:
-        raise UsageError("--create, --export and --import are three things: choose one")
+        raise UsageError("--create, --export and --import exclude each other: choose one")
     path = Path(identity).expanduser() if identity is not None else default_identity()
     existed = path.exists()
     if create and not existed:
@@ -71,7 +80,7 @@ def identity(
             )
         peer_id = str(Identity.restore(imported, path, _passphrase(passphrase_file)).peer_id)
     else:
-        own = Identity.read(path)  # without the lock: a peer may be using it
+        own = Identity.read(path)  # does not lock the file, which a running peer may use
         if exported is not None:
             own.export(exported, _passphrase(passphrase_file, new=True))
         peer_id = str(own.peer_id)
@@ -86,7 +95,7 @@ def identity(
 
 
 def _passphrase(file: Path | None, *, new: bool = False) -> str:
-    """Return the passphrase from the first line of a file, or ask for it; a new one is asked for twice."""
+    """Return the passphrase from the first line of a file, or ask for it; ask twice for a new one."""
     if file is not None:
         try:
             with file.expanduser().open(encoding="utf-8") as stream:
@@ -117,13 +126,17 @@ def open_identity(choice: str | None, default: Path | None) -> Identity:
 
 
 def open_entry_identity(choice: str | None, entries: Sequence[str], role: Role = "observe") -> Identity:
-    """Open the identity with which a command enters a swarm by addresses and invites.
+    """Open the identity with which a command enters a swarm through addresses and invites.
 
-    `choice` is that of `open_identity`. Without one a command that enters by an invite has an identity that
-    is kept for this invite, so that it takes one use whenever it is started, and any other a new one. Raises
-    UsageError when the invite is for another peer or lacks the role, before it takes a use.
+    `choice` is that of `open_identity`. Without a choice, a command with an invite uses an identity that is
+    stored for this invite, so that several starts take only one use of it. A volunteer (the role train) that
+    enters by an address uses a stored identity, too, so that its contributions are added up. Any other
+    command uses a new identity. Raises UsageError if the invite is for another peer or lacks the role; no use
+    is taken then.
     """
     invite = Entrance.of(entries).invite
+    if invite is None and choice is None and role == "train":
+        return _open_kept(volunteer_identity)
     if invite is None:
         return open_identity(choice, None)
     own = open_identity(choice, None) if choice is not None else _open_invited(invite)
@@ -138,8 +151,8 @@ def open_entry_identity(choice: str | None, entries: Sequence[str], role: Role =
 
 
 def _open_invited(invite: Invite) -> Identity:
-    """Open this user's identity if the invite is for it, or else one that is kept for the invite: the first
-    one that no other process uses.
+    """Open this user's identity if the invite is for it. Otherwise open the first identity stored for the
+    invite that no other process uses.
     """
     if not invite.key:
         user = default_identity()
@@ -148,8 +161,13 @@ def _open_invited(invite: Invite) -> Identity:
         raise UsageError(
             f"this invite is for peer {invite.subject}: name the file of that identity with --identity FILE"
         )
-    for number in range(1, PROCESSES_PER_INVITE_MAX + 1):
-        file = invited_identity(str(invite.subject), number)
+    return _open_kept(functools.partial(invited_identity, str(invite.subject)))
+
+
+def _open_kept(file_of: Callable[[int], Path]) -> Identity:
+    """Open the first of the numbered identities that no other process uses."""
+    for number in range(1, PROCESSES_MAX + 1):
+        file = file_of(number)
         try:
             return Identity.load(file)
         except IdentityInUse:
@@ -161,12 +179,24 @@ def _open_invited(invite: Invite) -> Identity:
 
 
 def read_invited() -> Iterator[tuple[Path, Identity]]:
-    """Return the identities that entered by an invite on this machine, with their files. Damaged ones are
-    moved aside. This user's own identity is not among them: what it owns is lost with it, so a damaged one is
-    an error.
+    """Return the identities that entered by an invite on this machine, with their files. Damaged files are
+    moved aside. This user's own identity is not included: runs that it owns would be lost with it, so a
+    damaged file is an error there.
     """
-    for file in invited_identities():
+    return _read_kept(invited_identities())
+
+
+def _read_kept(files: Iterable[Path]) -> Iterator[tuple[Path, Identity]]:
+    for file in files:
         try:
             yield file, Identity.read(file)
         except DamagedIdentity as error:
             set_aside(file, "identity", error)
+
+
+def own_peers() -> frozenset[PeerId]:
+    """Return the PeerIDs with which this user has taken part in runs, as far as their files can be read."""
+    kept = [one for _, one in _read_kept([*invited_identities(), *volunteer_identities()])]
+    with contextlib.suppress(UsageError):
+        kept.append(Identity.read(default_identity()))
+    return frozenset(one.peer_id for one in kept)

@@ -1,4 +1,4 @@
-"""`swarm invite`: make an invite to a run; and how other commands enter an invited run."""
+"""`swarm invite`: make an invite to a run. Also functions with which other commands enter an invited run."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from swarm.run.owned import OwnedSpecification
     from swarm.run.signed import SignedSpecification
 
-# The invite that `swarm start` prints is meant to be passed around among people who know each other.
+# Uses and lifetime of the invite that `swarm start` prints, for a group of people who know each other.
 _START_TERMS = Terms(roles=("train", "serve", "observe"), uses=100, lifetime_s=365 * 86400.0)
-_SHORTER_S = 60.0  # that an invite is valid than asked for, and nobody is told
+_SHORTER_S = 60.0  # an invite may be valid for this much less than requested without a notice
 _OWN_COMMAND_S = 3600.0  # lifetime of the capability of a command of the owner
 _MEMBER_ROLES: tuple[Role, ...] = ("train", "serve", "observe")
 
@@ -64,16 +64,16 @@ _MEMBER_ROLES: tuple[Role, ...] = ("train", "serve", "observe")
     "roles",
     type=click.Choice(ROLES),
     multiple=True,
-    help="What they may do. Repeatable. [default: those of train, serve and observe that you have]",
+    help="A role for the peers that join. Repeatable. [default: your own among train, serve, observe]",
 )
 @options.peers_of_run
 @options.owner_identity
 @options.as_json
 def invite(run: str, addresses: tuple[str, ...], identity: str | None, as_json: bool, **given: Any) -> int:
-    """Make an invite to RUN: one word, `swarm1…`, that every command takes instead of an ADDRESS.
+    """Make an invite to RUN: one word, `swarm1…`, that every command accepts in place of an ADDRESS.
 
-    The run's owner can invite, and every peer that joined by an invite with the role invite: for its own
-    roles and out of its own uses. Treat an invite as a password. docs/howto/invites.md says more.
+    The run's owner can invite. So can every peer that joined by an invite with the role invite, within its
+    own roles and remaining uses. Treat an invite as a password. docs/howto/invites.md says more.
 
     \b
     Examples:
@@ -82,6 +82,7 @@ def invite(run: str, addresses: tuple[str, ...], identity: str | None, as_json: 
       swarm invite bytelm --for 12D3KooW... --role train --role invite
       swarm change bytelm --revoke swarm1...
     """
+    from swarm.run.issued import IssuedInvites
     from swarm.run.membership import identity_of
 
     signed = _invited_run(run)
@@ -96,6 +97,7 @@ def invite(run: str, addresses: tuple[str, ...], identity: str | None, as_json: 
     made = make_invite(identity_of(signed), issuer, held, terms, now_s=time.time()).with_contacts(
         Entrance.of(run_addresses(signed.run_id, addresses)).contacts
     )
+    IssuedInvites(specifications_folder(), signed.run_id).add(made, time.time())
     last = made.grants[-1]
     fields = {
         "invite": made.text(),
@@ -110,15 +112,15 @@ def invite(run: str, addresses: tuple[str, ...], identity: str | None, as_json: 
         left = duration(last.expires_s - time.time())
         click.echo(
             f"swarm: this invite is for {last.uses} peer{'s' if last.uses > 1 else ''} and valid for {left}: "
-            "the one by which you joined gives no more",
+            "the invite by which you joined allows no more",
             err=True,
         )
     return 0
 
 
 def _invited_run(run: str) -> SignedSpecification:
-    """Return the run of this machine that a name means. Raise UsageError where it needs no invites, and
-    SwarmError where this machine does not know it.
+    """Return the stored run with this name. Raise UsageError if it needs no invites, and SwarmError if this
+    machine does not know it.
     """
     from swarm.run.specification_store import SpecificationStore
 
@@ -133,8 +135,8 @@ def _invited_run(run: str) -> SignedSpecification:
 
 
 def _issuer(signed: SignedSpecification, choice: str | None) -> tuple[Identity, Grants]:
-    """Return the identity that invites, with its own capability: the chosen one, or this user's, or, where
-    that one may not invite, one that entered the run by an invite with the role invite.
+    """Return the identity that issues the invite, with its capability: the chosen one, else this user's, else
+    one that entered the run by an invite with the role invite.
     """
     from swarm.run.membership import load_capability
 
@@ -161,20 +163,25 @@ def _may_invite(held: Grants) -> bool:
 
 
 def starting_invite(owner: Identity, specification: OwnedSpecification) -> Invite:
-    """Return the invite by which an owner's own volunteer enters its run, and which it prints."""
+    """Return the invite with which an owner's own volunteer enters its run. The command prints it for
+    others.
+    """
+    from swarm.run.issued import IssuedInvites
     from swarm.run.membership import identity_of
     from swarm.run.specification_store import SpecificationStore
 
     run = RunIdentity(owner.peer_id, specification.name, specification.recovery_peer)
     for known in SpecificationStore(specifications_folder()).all():
         if known.name == run.name and owner.peer_id in (known.founder, known.owner):
-            run = identity_of(known)  # a run that goes on has the recovery key that it began with
-    return make_invite(run, owner, (), _START_TERMS, now_s=time.time())
+            run = identity_of(known)  # an existing run keeps its recovery key
+    made = make_invite(run, owner, (), _START_TERMS, now_s=time.time())
+    IssuedInvites(specifications_folder(), run.run_id).add(made, time.time())
+    return made
 
 
 def stored_run(run: str) -> SignedSpecification:
-    """Return the run of this machine that a name means. Raise SwarmError if there is none, and UsageError if
-    it is not clear.
+    """Return the stored run with this name. Raise SwarmError if there is none, and UsageError if it is
+    ambiguous.
     """
     from swarm.run.directory import RunListing, choose
     from swarm.run.specification_store import SpecificationStore
@@ -205,7 +212,8 @@ def owners_entries(
     run: str, given: Sequence[str], owner: Identity, own: PeerId, handover: Handover | None = None
 ) -> list[str]:
     """Return the entries of a command with which an owner changes its run: addresses and, for an invited run,
-    an invite of the owner for this command's own peer. `handover`: by which the owner is getting the run.
+    an invite of the owner for this command's own peer. `handover`: the statement that gives the run to this
+    owner.
     """
     from swarm.run.membership import identity_of
 

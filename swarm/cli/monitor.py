@@ -6,6 +6,7 @@ import contextlib
 import queue
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from swarm.cli import options
+from swarm.cli.finding import given_entry, is_run_name
 from swarm.cli.identity import open_entry_identity
 from swarm.cli.invite import contacts_of
 from swarm.cli.options import parse_host_port
@@ -26,7 +28,8 @@ from swarm.run.events import Notice
 from swarm.run.limits import parse_duration_s
 
 if TYPE_CHECKING:
-    from swarm.cli.render.monitor import ViewFeed
+    from swarm.cli.render.monitor import ScreenState, ViewFeed
+    from swarm.monitor.alerting import AlertChannels
     from swarm.monitor.logic.view import MonitorView
     from swarm.monitor.saving import StateSavingConfig
     from swarm.monitor.watching import Watch
@@ -55,6 +58,8 @@ class MonitorChoices:
     keep: int
     log: Path | None
     history: str | None
+    alert_webhook: str | None
+    alert_command: str | None
     once: bool
     as_json: bool
     exit_with_parent: bool
@@ -63,7 +68,8 @@ class MonitorChoices:
     def of(cls, **options: Any) -> MonitorChoices:
         """Return the options as click parsed them. Raise UsageError for all that can be checked at once."""
         choices = cls(**options)
-        contacts_of(choices.addresses)
+        if not any(is_run_name(one) for one in choices.addresses):
+            contacts_of(choices.addresses)
         for name in ("web", "prometheus"):
             given = getattr(choices, name)
             if given is not None:
@@ -72,6 +78,7 @@ class MonitorChoices:
             from moe.protocol.names import ExpertUid
 
             ExpertUid.parse_prefix(grid)
+        choices.alerts()
         if parse_duration_s(choices.every) <= 0:
             raise UsageError(f"--every is a time above 0, like 10m, not {choices.every!r:.40}")
         return choices
@@ -86,6 +93,12 @@ class MonitorChoices:
             folder=self.save.expanduser(), every_s=parse_duration_s(self.every), kept_max=self.keep
         )
 
+    def alerts(self) -> AlertChannels:
+        """Return where alerts go."""
+        from swarm.monitor.alerting import AlertChannels
+
+        return AlertChannels.parse(self.alert_webhook, self.alert_command)
+
     def history_file(self, run_id: str) -> Path | None:
         """Return the file in which the history of a run is kept; None for none."""
         if self.history == "none" or (self.once and self.history is None):
@@ -94,7 +107,7 @@ class MonitorChoices:
 
 
 @click.command(context_settings=options.CONTEXT)
-@options.entries(required=True)
+@click.argument("addresses", metavar="ADDRESS|INVITE|RUN...", nargs=-1, required=True)
 @options.run_name
 @click.option("--web", metavar="HOST:PORT", default=None, help="Serve a page; port 0 picks a free one.")
 @click.option(
@@ -111,7 +124,7 @@ class MonitorChoices:
     metavar="DIR",
     type=click.Path(path_type=Path),
     default=None,
-    help="Keep checkpoints of the run there.",
+    help="Keep checkpoints of the run in this folder.",
 )
 @click.option(
     "--every", metavar="TIME", default="10m", show_default=True, help="How often to save: 90s, 10m, 2h."
@@ -136,37 +149,53 @@ class MonitorChoices:
     default=None,
     help="Where to keep the history; `none` for nowhere. [default: a file for each run]",
 )
+@click.option(
+    "--alert-webhook",
+    metavar="URL",
+    default=None,
+    help="Send alerts there as JSON: the loss diverges, epochs stall, members drop, histories part.",
+)
+@click.option(
+    "--alert-command",
+    metavar="COMMAND",
+    default=None,
+    help="Pass alerts to a command as a mail with its subject: 'sendmail me@example.org'.",
+)
 @click.option("--once", is_flag=True, help="Look once, print, and end.")
 @options.as_json
 @options.exit_with_parent
 def monitor(addresses: tuple[str, ...], **given: Any) -> int:
-    """Watch the run at ADDRESS: a peer that trains nothing and that no other peer has to trust.
+    """Watch the run at ADDRESS, as a peer that does not train and that no other peer has to trust.
 
     Shows progress, loss, throughput, every peer, the last rounds with the reasons of those that failed, and
-    other events. Stale values are labelled. ADDRESS is that of any live peer, or an invite; if this peer
-    leaves, the monitor continues through the others.
+    other events. Stale values are labelled. ADDRESS is that of any live peer; if this peer leaves, the
+    monitor continues through the others. RUN is the name of a run in which this machine took part.
 
     \b
     Examples:
       swarm monitor /ip4/203.0.113.7/tcp/4000/tls/http/p2p/12D3KooW...
+      swarm monitor bytelm
       swarm monitor ADDRESS --web 127.0.0.1:8080
       swarm monitor ADDRESS --run bytelm --prometheus 0.0.0.0:9464 --log run.jsonl
       swarm monitor ADDRESS --save checkpoints --every 30m
+      swarm monitor ADDRESS --alert-command 'sendmail me@example.org'
       swarm monitor ADDRESS --once --json
     """
     choices = MonitorChoices.of(addresses=addresses, **given)
     from swarm.monitor.watching import Watch, WatchConfig
 
+    entry = given_entry(choices.addresses, choices.run, None, ())
+    assert entry is not None
     config = WatchConfig(
-        entry=choices.addresses,
-        run=choices.run,
+        entry=entry.bootstrap,
+        run=entry.run,
         history=choices.history_file,
         saving=choices.checkpoints(),
         grids=choices.experts,
     )
     with (
         Shutdown(exit_with_parent=choices.exit_with_parent) as shutdown,
-        contextlib.closing(open_entry_identity(None, choices.addresses)) as own,
+        contextlib.closing(open_entry_identity(entry.identity, entry.bootstrap)) as own,
         Watch(config, own) as watch,
     ):
         _show(choices, watch, shutdown)
@@ -175,7 +204,7 @@ def monitor(addresses: tuple[str, ...], **given: Any) -> int:
 
 def _show(choices: MonitorChoices, watch: Watch, shutdown: Shutdown) -> None:
     """Show the views of the watch until the command should end, or the first one with --once."""
-    from swarm.cli.render.monitor import MonitorPresentation, ViewFeed
+    from swarm.cli.render.monitor import MonitorPresentation, ScreenState, ViewFeed
 
     output: Output = (
         JsonOutput(sys.stdout)
@@ -197,10 +226,17 @@ def _show(choices: MonitorChoices, watch: Watch, shutdown: Shutdown) -> None:
         if choices.log is not None:
             log = stack.enter_context(choices.log.expanduser().open("a", encoding="utf-8"))
             feeds.append(ViewFeed(JsonOutput(log), _LOG_EVERY_S))
-        _start_servers(choices, watch, stack, output)
-        kind = output_kind(as_json=choices.as_json)
+        kind, state = output_kind(as_json=choices.as_json), ScreenState()
+
+        def tell(text: str) -> None:
+            if kind == "live":  # a line would spoil the screen
+                state.said = text
+            else:
+                output.emit(Notice(text=text))
+
+        state.page = _start_servers(choices, watch, stack, output, tell)
         if kind == "live":
-            _run_live(watch, views, first, shutdown, feeds)
+            _run_live(watch, views, state, first, shutdown, feeds)
         else:
             feed = ViewFeed(output, 0.0 if kind == "json" else _SENTENCE_EVERY_S)
             _run_lines(views, first, shutdown, [feed, *feeds])
@@ -208,22 +244,34 @@ def _show(choices: MonitorChoices, watch: Watch, shutdown: Shutdown) -> None:
 
 
 def _start_servers(
-    choices: MonitorChoices, watch: Watch, stack: contextlib.ExitStack, output: Output
-) -> None:
-    """Start the page and the metrics, if they were requested."""
+    choices: MonitorChoices,
+    watch: Watch,
+    stack: contextlib.ExitStack,
+    output: Output,
+    tell: Callable[[str], None],
+) -> str:
+    """Start alerts, the page and the metrics, as far as they were requested. Return the page's address."""
     from swarm.cli.render.monitor import ServerStarted
 
+    if channels := choices.alerts():
+        from swarm.monitor.alerting import Alerting
+
+        alerting = stack.enter_context(Alerting(channels, tell))
+        watch.listen(alerting.on_view)
+    page = ""
     if choices.web is not None:
         from swarm.monitor.web import WebServer
 
         server = stack.enter_context(WebServer(watch, parse_host_port(choices.web, "--web")))
-        output.emit(ServerStarted(text=f"the page is at {server.url}", url=server.url))
+        page = server.url
+        output.emit(ServerStarted(text=f"the page is at {page}", url=page))
     if choices.prometheus is not None:
         from swarm.monitor.prometheus import MetricsServer
 
         place = parse_host_port(choices.prometheus, "--prometheus")
         metrics = stack.enter_context(MetricsServer(watch.view, place))
         output.emit(ServerStarted(text=f"metrics are at {metrics.url}", url=metrics.url))
+    return page
 
 
 def _put(views: queue.Queue[MonitorView], view: MonitorView) -> None:
@@ -290,6 +338,7 @@ def _run_lines(
 def _run_live(
     watch: Watch,
     views: queue.Queue[MonitorView],
+    state: ScreenState,
     first: MonitorView,
     shutdown: Shutdown,
     feeds: list[ViewFeed],
@@ -299,9 +348,9 @@ def _run_live(
     from rich.live import Live
 
     from swarm.cli.keyboard import Keys
-    from swarm.cli.render.monitor import ScreenState, Trends, render_screen
+    from swarm.cli.render.monitor import Trends, render_screen
 
-    console, state, view = Console(highlight=False), ScreenState(), first
+    console, view = Console(highlight=False), first
     trends, next_s = Trends(), 0.0
     with Live(console=console, screen=True, auto_refresh=False) as live, Keys() as keys:
         while not shutdown.requested.is_set() and not state.quit:

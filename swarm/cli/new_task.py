@@ -32,7 +32,7 @@ _FILES = {
 def new_task(name: str, as_json: bool) -> int:
     """Write a small package with a task of your own, its test and a run file, into the folder NAME.
 
-    The task works as it is: it learns a sine. Replace its model and its data by yours.
+    The task runs without changes: it learns a sine. Replace its model and its data by your own.
 
     \b
     Examples:
@@ -40,7 +40,7 @@ def new_task(name: str, as_json: bool) -> int:
     """
     if not _NAME.fullmatch(name) or len(name) > _NAME_CHARACTERS_MAX:
         raise UsageError(
-            f"{name!r} is no name for a package: use a-z, 0-9 and single hyphens, such as my-task, "
+            f"{name!r} is not a valid name for a package: use a-z, 0-9 and single hyphens, such as my-task, "
             f"and at most {_NAME_CHARACTERS_MAX} characters"
         )
     module = name.replace("-", "_")

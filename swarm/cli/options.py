@@ -20,13 +20,13 @@ CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
 class BoundedInteger(click.IntRange):
-    """An integer within bounds, called so in `--help` and in messages."""
+    """An integer within bounds. `--help` and messages call it an integer."""
 
     name = "integer"
 
 
 class BoundedNumber(click.FloatRange):
-    """A number within bounds, called so in `--help` and in messages."""
+    """A number within bounds. `--help` and messages call it a number."""
 
     name = "number"
 
@@ -39,12 +39,14 @@ def relay_mbit(default: float) -> Callable[[Command], Command]:
         type=BoundedNumber(min=0.0, max=100_000.0),
         default=default,
         show_default=True,
-        help="Pass on calls to peers that nobody can call, at most at this rate in Mbit/s; 0: none.",
+        help="Relay calls to peers that nobody can call directly, at most at this rate in Mbit/s; 0: none.",
     )
 
 
 def _check_device(context: click.Context, option: click.Parameter, value: str) -> str:
-    """Refuse a name that is no device. The command checks whether the device exists, which takes torch."""
+    """Refuse a name that is not a device name. Whether the device exists is checked later, because that needs
+    torch.
+    """
     try:
         return check_device_name(value)
     except UsageError as error:
@@ -61,13 +63,13 @@ listen_behind_relays = click.option(
     "--listen",
     metavar="HOST:PORT",
     default=None,
-    help="Where to listen; port 0 picks a free one; none: open no port, others call through relays.",
+    help="Where to listen; port 0 picks a free one; none: open no port, and be called through relays.",
 )
 announce = click.option(
     "--announce",
     metavar="HOST[:PORT]",
     multiple=True,
-    help="Where others call this machine, for instance at a router that forwards the port. Repeatable.",
+    help="Address at which others call this machine, such as a router that forwards the port. Repeatable.",
 )
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON lines, one per event.")
 device = click.option(
@@ -76,7 +78,7 @@ device = click.option(
     callback=_check_device,
     default="auto",
     show_default=True,
-    help=f"Where to compute: {DEVICE_NAMES}; auto is CUDA where there is one, else the CPU.",
+    help=f"Where to compute: {DEVICE_NAMES}; auto is CUDA if available, else the CPU.",
 )
 data = click.option(
     "--data",
@@ -92,12 +94,12 @@ optional_identity = click.option(
     "--identity",
     metavar="FILE",
     default=None,
-    help="An identity to keep. [default: one for each invite; with an address, a new one each time]",
+    help="An identity to keep. [default: one that is kept, for each invite another]",
 )
 
 
 def entries(*, required: bool) -> Callable[[Command], Command]:
-    """Return the argument `addresses`: addresses and invites by which a command enters a swarm."""
+    """Return the argument `addresses`: addresses and invites with which a command enters a swarm."""
     metavar = "ADDRESS..." if required else "[ADDRESS]..."
     return click.argument("addresses", metavar=metavar, nargs=-1, required=required)
 
@@ -107,27 +109,27 @@ run_name = click.option(
     "run",
     metavar="NAME",
     default=None,
-    help="Which run, where the swarm has several: NAME, NAME@ID or ID.",
+    help="Which run, if the swarm has several: NAME, NAME@ID or ID.",
 )
 peers_of_run = click.option(
     "--from",
     "addresses",
     metavar="ADDRESS",
     multiple=True,
-    help="A peer of the run. Repeatable.",
+    help="The address of a peer of the run. Repeatable.",
 )
 libp2p_bootstrap = click.option(
     "--libp2p-bootstrap",
     metavar="MULTIADDR",
     multiple=True,
-    help="A server of libp2p's DHT, in which the run is found by its name. Repeatable.",
+    help="A server of libp2p's DHT, for finding the run by its name. Repeatable.",
 )
 preset = click.option(
     "--preset",
     type=click.Choice(typing.get_args(Preset)),
     default="wan",
     show_default=True,
-    help="The links between the peers: one machine, a local network, or the internet. Sets timeouts.",
+    help="Kind of links between the peers: one machine, a local network, or the internet. Sets timeouts.",
 )
 exit_with_parent = click.option(
     "--exit-with-parent", is_flag=True, hidden=True, help="Leave when standard input ends."
@@ -135,8 +137,8 @@ exit_with_parent = click.option(
 
 
 def listen_at(listen: str | None, announce: Sequence[str], contacts: Iterable[Contact]) -> str | None:
-    """Return where to listen; None: nowhere. By default it is on all interfaces, or on loopback if all
-    addresses of the peers to enter by are there. Raise UsageError when an option is wrong.
+    """Return where to listen; None: nowhere. The default is all interfaces, or loopback if all entry
+    addresses are on loopback. Raise UsageError when an option is wrong.
     """
     from swarm.net.listening import given_addresses
 
@@ -144,7 +146,8 @@ def listen_at(listen: str | None, announce: Sequence[str], contacts: Iterable[Co
     if listen is not None and listen.lower() == "none":
         if announce:
             raise UsageError(
-                "--announce says where others call this peer, and --listen none that nobody does"
+                "--announce gives an address for calls, and --listen none refuses calls: leave out one of "
+                "them"
             )
         return None
     if listen is not None:

@@ -21,8 +21,8 @@ def bootstrap_identity() -> Path:
 
 
 def invited_identity(subject: str, number: int) -> Path:
-    """Return the identity file of a peer that enters by an invite, which its PeerID or public key names, and
-    the number of the process on this machine that does.
+    """Return the identity file of a peer that enters by an invite. `invite` is the PeerID or public key that
+    names the invite; processes on this machine are numbered.
     """
     return home() / "invited" / f"{subject}-{number}.identity"
 
@@ -30,6 +30,18 @@ def invited_identity(subject: str, number: int) -> Path:
 def invited_identities() -> list[Path]:
     """Return the identity files of all peers that entered by an invite on this machine."""
     return sorted((home() / "invited").glob("*.identity"))
+
+
+def volunteer_identity(number: int) -> Path:
+    """Return the identity file of a volunteer that enters by an address; each process that runs at the same
+    time has another number.
+    """
+    return home() / "volunteers" / f"{number}.identity"
+
+
+def volunteer_identities() -> list[Path]:
+    """Return the identity files of all volunteers that entered by an address on this machine."""
+    return sorted((home() / "volunteers").glob("*.identity"))
 
 
 def specifications_folder() -> Path:
@@ -43,12 +55,12 @@ def checkpoints_folder() -> Path:
 
 
 def preferences_file() -> Path:
-    """Return the file of what volunteers of this user may do on this machine."""
+    """Return the preferences file of this user: what volunteers may do on this machine."""
     return home() / "preferences.toml"
 
 
 def contributions_file() -> Path:
-    """Return the database of what volunteers of this user have given."""
+    """Return the database of the contributions of this user's volunteers."""
     return home() / "contributions.sqlite"
 
 

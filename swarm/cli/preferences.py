@@ -1,4 +1,4 @@
-"""`swarm config`, and the options by which a command says something else than the file of preferences."""
+"""`swarm config`, and the options with which a command overrides the preferences file."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _FLAGS = {
     "daily": ("SIZE", "Send and receive at most this much a day, for instance 5G."),
     "monthly": ("SIZE", "Send and receive at most this much a month."),
     "memory": ("SIZE", "Use at most this much memory, for instance 4G; leave the run before using more."),
-    "cpu": ("PERCENT", "Use at most this part of the processor."),
-    "temperature": ("CELSIUS", "Pause while GPU or processor is hotter than this."),
+    "cpu": ("PERCENT", "Use at most this share of the processor."),
+    "temperature": ("CELSIUS", "Pause while the GPU or processor is hotter than this."),
     "upload": ("MBIT", "Send at most this many Mbit/s."),
     "download": ("MBIT", "Receive at most this many Mbit/s."),
     "name": ("NAME", "A name of this machine for `swarm monitor`; at most 40 characters."),
@@ -45,7 +45,7 @@ class _Preference(click.ParamType[Any]):
 
 
 def preference_options(command: options.Command) -> options.Command:
-    """Add an option for each preference. `given_preferences` takes them out of the command's arguments."""
+    """Add an option for each preference. `given_preferences` removes them from the command's arguments."""
     added: list[Callable[[options.Command], options.Command]] = [
         click.option(
             f"--{key}",
@@ -80,7 +80,7 @@ def preference_options(command: options.Command) -> options.Command:
 
 
 def given_preferences(arguments: dict[str, Any]) -> Preferences:
-    """Take the preferences out of a command's arguments, and return them."""
+    """Remove the preferences from a command's arguments, and return them."""
     found = {key: arguments.pop(key) for key in Preferences.model_fields}
     found["hours"] = ",".join(found["hours"]) or None
     return Preferences(**{key: value for key, value in found.items() if value is not None})
@@ -88,20 +88,21 @@ def given_preferences(arguments: dict[str, Any]) -> Preferences:
 
 @click.command(context_settings=options.CONTEXT)
 @click.argument("changes", metavar="[KEY=VALUE]...", nargs=-1)
-@click.option("--run", metavar="NAME", default=None, help="Only for the run of this name.")
+@click.option("--run", metavar="NAME", default=None, help="Only for the run with this name.")
 @click.option("--unset", metavar="KEY", multiple=True, help="Forget a preference. Repeatable.")
 @options.as_json
 def config(changes: tuple[str, ...], run: str | None, unset: tuple[str, ...], as_json: bool) -> int:
     """Show or change what volunteers may do on this machine: hours, traffic, memory, and when they pause.
 
-    The preferences hold for every `swarm join` and `swarm start` of this user, also for those that run now.
-    An option of a command comes before them.
+    The preferences apply to every `swarm join` and `swarm start` of this user, including running ones. An
+    option of a command takes precedence.
 
     \b
     Examples:
       swarm config
       swarm config hours=22-7 daily=5G when_idle=5m
       swarm config --run bytelm daily=1G
+      swarm config hours= daily=
       swarm config --unset hours
     """
     file = PreferencesFile(preferences_file())
@@ -110,12 +111,18 @@ def config(changes: tuple[str, ...], run: str | None, unset: tuple[str, ...], as
         key, separator, value = one.partition("=")
         if not separator:
             raise UsageError(f"a preference is set with KEY=VALUE, like daily=5G, not {one!r:.60}")
-        given[key.strip().replace("-", "_")] = parse_preference(key.strip().replace("-", "_"), value.strip())
+        name = key.strip().replace("-", "_")
+        if not value.strip():
+            unset = (*unset, name)  # KEY= forgets it
+        elif name == "name" and run is not None:
+            raise UsageError("name is the same for all runs of this machine: set it without --run")
+        else:
+            given[name] = parse_preference(name, value.strip())
     removed = [key.replace("-", "_") for key in unset]
     for key in removed:
         if key not in Preferences.model_fields:
             raise UsageError(
-                f"{key!r:.60} is no preference; there are: {', '.join(Preferences.model_fields)}"
+                f"{key!r:.60} is not a preference; these exist: {', '.join(Preferences.model_fields)}"
             )
     if given or removed:
         file.change(run, given, removed)

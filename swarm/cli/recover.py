@@ -30,15 +30,15 @@ from swarm.run.entering import find_run
 def recover(run: str, recovery: str, addresses: tuple[str, ...], identity: str | None, as_json: bool) -> int:
     """Give a run a new owner, because the owner's key was lost or stolen.
 
-    Members then follow the new owner only, whatever the old key signed or will sign. The run must have been
-    created with --recovery-key. It keeps its settings, but is neither paused nor ended, and nobody is banned;
-    `swarm start RUN.toml --identity FILE` restores what else was changed.
+    Members then follow only the new owner, no matter what the old key signed or will sign. The run must have
+    been created with --recovery-key. The run keeps its settings, but is neither paused nor ended, and all
+    bans are lifted. `swarm start RUN.toml --identity FILE` restores other settings.
 
-    In a run for invited peers, the invites by which its present members joined stay valid, and no others of
-    the old owner. The new owner makes new ones with `swarm invite`.
+    In a run for invited peers, only those of the old owner's invites stay valid by which present members
+    joined. The new owner makes new ones with `swarm invite`.
 
     Without --from the run is reached through a volunteer of this user on this machine; if there is none, the
-    new owner is written down here and `swarm start` publishes it.
+    change is saved here and `swarm start` publishes it.
 
     \b
     When the run is created, with a key on a USB stick that is kept offline:
@@ -62,7 +62,7 @@ def recover(run: str, recovery: str, addresses: tuple[str, ...], identity: str |
     if addresses or any(one.matches(run) for one in Control(control_folder()).running()):
         try:
             stored = stored_run(run)
-        except SwarmError:  # the run was never here: an invite lets this command in
+        except SwarmError:  # the run is not stored here: an invite gives this command access
             stored = None
         handover = make_handover(stored, key, owner) if stored is not None else None
         where = RunAddress(run=run, addresses=addresses)
@@ -71,7 +71,7 @@ def recover(run: str, recovery: str, addresses: tuple[str, ...], identity: str |
             confirmed = node.network.run(first_subjects(node), 30.0)
             signed = sign_recovery(known, key, owner, confirmed)
             asked, following = tell_members(node, directory, signed)
-        told = f"{following} of {asked} members that were asked follow it; they forward it to the others"
+        note = f"{following} of {asked} members that were asked follow it; they forward it to the others"
     else:
         from swarm.run.specification_store import SpecificationStore
 
@@ -79,7 +79,10 @@ def recover(run: str, recovery: str, addresses: tuple[str, ...], identity: str |
         held = load_capability(specifications_folder(), known.run_id, owner.peer_id)
         signed = sign_recovery(known, key, owner, {grant.subject for grant in held[:1]})
         SpecificationStore(specifications_folder()).save(signed)
-        told = "nobody was told, since nothing trains it here: `swarm start` with this identity publishes it"
+        note = (
+            "no member was informed, since nothing trains the run here: `swarm start` with this identity "
+            "publishes it"
+        )
     print_result(
         "recovered",
         {
@@ -89,7 +92,7 @@ def recover(run: str, recovery: str, addresses: tuple[str, ...], identity: str |
             "members": asked,
             "following": following,
         },
-        f"{signed.full_name} belongs to {signed.owner} since version {version_text(signed.version)}. {told}",
+        f"{signed.full_name} belongs to {signed.owner} since version {version_text(signed.version)}. {note}",
         as_json=as_json,
     )
     return 0

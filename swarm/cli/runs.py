@@ -1,5 +1,5 @@
-"""`swarm runs`: list runs with what they ask for: those of a swarm, or those that this machine remembers and
-the local network announces.
+"""`swarm runs`: list runs and their requirements: those of a swarm, or those that this machine remembers and
+those on the local network.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ from swarm.cli.control import Control
 from swarm.cli.identity import open_entry_identity
 from swarm.cli.paths import contributions_file, control_folder, specifications_folder
 from swarm.cli.render import Output, make_output
-from swarm.cli.render.output import Presentation, Result
+from swarm.cli.render.output import JsonOutput, Presentation, Result
 from swarm.cli.render.volunteer import given
 from swarm.core.errors import SwarmError
+from swarm.core.wording import size
 from swarm.run.contributions import ContributionLog, Given
 from swarm.run.events import Notice
 
 if TYPE_CHECKING:
+    from swarm.core.ids import Contact
     from swarm.node import Node
     from swarm.run.directory import RunDirectory, RunListing
     from swarm.run.estimate import RunEstimate
     from swarm.run.signed import SignedSpecification
 
-RUNS_MAX = 100  # that are read; the names of more are listed
+RUNS_MAX = 100  # specifications read; of further runs only the name is listed
 _READ_S = 15.0
 _AT_ONCE = 8
 
@@ -44,10 +46,11 @@ _AT_ONCE = 8
 @click.option("--no-lan", is_flag=True, help="Do not look on the local network.")
 @options.as_json
 def runs(addresses: tuple[str, ...], search: str, no_lan: bool, as_json: bool) -> int:
-    """List the runs of the swarm at ADDRESS: task, size, volunteers, pace, and who may join.
+    """List the runs of the swarm at ADDRESS: task, size, volunteers, pace, what they ask for, and who may
+    join. Open runs come from the catalogue of the swarm.
 
-    Without ADDRESS, the command lists the runs in which this machine took part, with what it gave to them,
-    and the runs that others on the local network train.
+    Without ADDRESS, the command lists the runs in which this machine took part, with what it gave to them.
+    The runs that others on the local network train follow in both cases.
 
     \b
     Examples:
@@ -60,10 +63,10 @@ def runs(addresses: tuple[str, ...], search: str, no_lan: bool, as_json: bool) -
             _list_swarm(output, addresses, search)
         else:
             _list_remembered(output, search)
-            if not no_lan:
-                from swarm.cli.finding import nearby_runs
+        if not no_lan:
+            from swarm.cli.finding import nearby_runs
 
-                nearby_runs(output, search or None)
+            nearby_runs(output, None, search)
     return 0
 
 
@@ -113,6 +116,8 @@ def _list_swarm(output: Output, addresses: tuple[str, ...], search: str) -> None
     ):
         enter(node, addresses)
         directory = RunDirectory(node.dht.service, node.peer_id, clock=node.clock)
+        if not isinstance(output, JsonOutput):
+            output.emit(Notice(text="reading the catalogue, and the runs that it lists"))
         found = node.network.run(_read(node, directory), RUNS_MAX * _READ_S)
     fitting = [
         one
@@ -132,10 +137,11 @@ class _FoundRun:
     listing: RunListing
     signed: SignedSpecification | None
     estimate: RunEstimate | None
+    asks: str = ""  # of a volunteer
     problem: str = ""
 
     def rank(self) -> tuple[int, str]:
-        """Return its place: runs with most volunteers first."""
+        """Sort key: runs with most volunteers first."""
         return (-(self.estimate.peers if self.estimate is not None else 0), self.listing.full_name)
 
     def fields(self) -> dict[str, Any]:
@@ -152,6 +158,7 @@ class _FoundRun:
             "peers": estimate.peers if estimate is not None else None,
             "samples_per_s": estimate.samples_per_s if estimate is not None else None,
             "epoch": estimate.epoch if estimate is not None else None,
+            "asks": self.asks,
             "problem": self.problem,
         }
 
@@ -165,6 +172,7 @@ class _FoundRun:
         training = signed.training
         needs = ", CUDA devices only" if training.requirements.device == "cuda" else ""
         lines.append(f"  task {training.task.name}, {signed.specification.members}{needs}")
+        lines += [f"  asks for {self.asks}"] if self.asks else []
         if training.ended or training.paused:
             lines.append("  ended" if training.ended else "  paused by its owner")
         elif estimate is not None and estimate.peers:
@@ -175,11 +183,25 @@ class _FoundRun:
         return "\n".join(lines)
 
 
+async def _listings(node: Node, directory: RunDirectory) -> list[RunListing]:
+    """Return the runs of the catalogue, then those that only the list of the swarm's members has."""
+    from swarm.run.catalogue import read_catalogue
+    from swarm.run.directory import RunListing
+
+    async def answers(contact: Contact) -> bool:
+        return contact.is_callable and await node.dht.service.ping(contact)
+
+    known = {peer.contact.peer_id for peer in node.book.known()}
+    catalogue = await read_catalogue(node.dht.service, answers, known)
+    found = [RunListing(one.name, one.run_id) for one in catalogue]
+    return list(dict.fromkeys([*found, *await directory.listings()]))
+
+
 async def _read(node: Node, directory: RunDirectory) -> list[_FoundRun]:
     """Read the specifications and the progress of the listed runs, some at a time."""
     from swarm.run.estimate import estimate_run
 
-    listings = await directory.listings()
+    listings, loop = await _listings(node, directory), asyncio.get_running_loop()
     places = asyncio.Semaphore(_AT_ONCE)
 
     async def read(listing: RunListing) -> _FoundRun:
@@ -192,20 +214,41 @@ async def _read(node: Node, directory: RunDirectory) -> list[_FoundRun]:
                         estimate = await estimate_run(
                             node.dht.service, listing.run_id, node.peer_id, node.clock
                         )
-                    return _FoundRun(listing, signed, estimate)
+                    asks = await loop.run_in_executor(None, _asks, signed, estimate)
+                    return _FoundRun(listing, signed, estimate, asks)
             except (SwarmError, TimeoutError) as error:
-                return _FoundRun(listing, None, None, str(error) or "no answer in time")
+                return _FoundRun(listing, None, None, problem=str(error) or "no answer in time")
 
     async with asyncio.TaskGroup() as group:
         reading = [group.create_task(read(one)) for one in listings[:RUNS_MAX]]
     return [
         *(task.result() for task in reading),
-        *(_FoundRun(one, None, None, "not read: too many") for one in listings[RUNS_MAX:]),
+        *(_FoundRun(one, None, None, problem="not read: too many") for one in listings[RUNS_MAX:]),
     ]
 
 
+def _asks(signed: SignedSpecification, estimate: RunEstimate | None) -> str:
+    """Return what a run asks of a volunteer: memory and traffic, where its task is installed here."""
+    from swarm.run.estimate import bytes_per_hour
+    from swarm.run.memory import estimate_memory
+    from swarm.run.task import make_task
+
+    if signed.is_grid:
+        return ""
+    training = signed.training
+    chosen = training.task
+    try:
+        described = make_task(chosen.name, chosen.settings, chosen.package).describe(training.batch_size)
+    except SwarmError as error:
+        return f"a task that is not here: {error}"
+    needed = estimate_memory(training, described, on_cuda=False, saves=False).host_bytes
+    text = f"about {size(needed)} of memory for {described.parameters:,} parameters"
+    hourly = bytes_per_hour(training, described, estimate) if estimate is not None else None
+    return text if hourly is None else f"{text}, {size(hourly)} an hour each way at the others' pace"
+
+
 def _summary(signed: SignedSpecification) -> str:
-    """Return what the owner says about the run, else its task."""
+    """Return the owner's description of the run, else its task."""
     if signed.specification.description:
         return signed.specification.description
     return "a grid of experts" if signed.is_grid else f"the task {signed.training.task.name}"

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _READ_TIMEOUT_S = 10.0
 _ABANDON_S = 60.0  # time to write many checkpoints to a slow disk; a second Ctrl-C ends the command at once
-_CREATE_S_MAX = 60.0  # to read and to publish a specification, tries included
+_CREATE_S_MAX = 60.0  # for reading and publishing a specification, including retries
 
 
 @click.command(context_settings=options.CONTEXT)
@@ -47,7 +47,7 @@ _CREATE_S_MAX = 60.0  # to read and to publish a specification, tries included
     "--grid",
     metavar="NAME",
     default=None,
-    help="Which grid, where the swarm has several: NAME, NAME@ID or ID.",
+    help="Which grid, if the swarm has several: NAME, NAME@ID or ID.",
 )
 @click.option(
     "--experts",
@@ -59,13 +59,13 @@ _CREATE_S_MAX = 60.0  # to read and to publish a specification, tries included
     "--num-experts",
     type=options.BoundedInteger(1, 4096),
     default=None,
-    help="Host this many only: those that the grid needs most.",
+    help="Host only this many: those that the grid needs most.",
 )
 @click.option(
     "--memory",
     metavar="SIZE",
     default=None,
-    help="Host as many as need this much memory for parameters, gradients and optimizer: 4G.",
+    help="Host as many as fit into this much memory with parameters, gradients and optimizer: 4G.",
 )
 @click.option(
     "--expert-class",
@@ -79,7 +79,8 @@ _CREATE_S_MAX = 60.0  # to read and to publish a specification, tries included
     type=click.Path(path_type=Path),
     default=None,
     help="Your own file; --expert-class is a function in it: def make(settings) returns a module and the "
-    "tuple of its sample inputs; settings has hidden_dim and sequence_length.",
+    "tuple of its sample inputs; settings has hidden_dim and sequence_length. A module with the attribute "
+    "sequence_dimension = 1 takes shorter sequences than its samples.",
 )
 @click.option(
     "--hidden-dim",
@@ -93,14 +94,14 @@ _CREATE_S_MAX = 60.0  # to read and to publish a specification, tries included
     type=options.BoundedInteger(1),
     default=128,
     show_default=True,
-    help="Length of the sequences, for experts that take sequences.",
+    help="Largest length of the sequences, for experts that take sequences.",
 )
 @click.option(
     "--optimizer",
     type=click.Choice(["adam", "adamw", "sgd", "none"]),
     default="adam",
     show_default=True,
-    help="How the experts learn; none: their parameters stay as they are.",
+    help="Optimizer of the experts; none: their parameters are frozen.",
 )
 @click.option("--lr", type=options.BoundedNumber(0), default=1e-3, show_default=True, help="Learning rate.")
 @click.option(
@@ -132,10 +133,10 @@ _CREATE_S_MAX = 60.0  # to read and to publish a specification, tries included
 @click.option(
     "--open-training",
     is_flag=True,
-    help="Peers without an invite train the experts, too, in bounded steps; otherwise they only call them.",
+    help="Let peers without an invite also train the experts, in bounded steps, not only call them.",
 )
 @click.option(
-    "--open", "is_open", is_flag=True, help="Anybody calls, trains and hosts: for a network of your own."
+    "--open", "is_open", is_flag=True, help="Everybody may call, train and host: for a network of your own."
 )
 @click.option(
     "--max-batch-size",
@@ -158,6 +159,12 @@ _CREATE_S_MAX = 60.0  # to read and to publish a specification, tries included
     help="Keep up to this many MB of activations for backward passes, instead of computing them again.",
 )
 @click.option(
+    "--compile",
+    "is_compiled",
+    is_flag=True,
+    help="Compile the experts with torch.compile before they are served.",
+)
+@click.option(
     "--average-s",
     type=options.BoundedNumber(0),
     default=60.0,
@@ -173,7 +180,7 @@ _CREATE_S_MAX = 60.0  # to read and to publish a specification, tries included
 @options.exit_with_parent
 @click.pass_context
 def serve(context: click.Context, /, **given: Any) -> int:
-    """Host experts: layers that others call forward and backward, and that learn from it.
+    """Host experts: layers that other peers call forward and backward, and that learn from these calls.
 
     GRID.toml, or --experts with the options for its experts, creates a grid: its signed specification says
     what every server of it hosts. In a swarm that has a grid, ADDRESS is enough; an option that contradicts
@@ -201,14 +208,15 @@ def _serve(choices: ServeChoices) -> int:
         Shutdown(exit_with_parent=choices.exit_with_parent, abandon_s=_ABANDON_S) as shutdown,
         make_output(ServePresentation(), as_json=choices.as_json) as output,
     ):
-        check_device_present(choices.device)  # before anything is opened or declared
+        check_device_present(choices.device)  # check this before anything is opened or declared
         own = (
             open_identity(choices.identity, default_identity())
             if choices.file is not None and not any(map(is_invite, choices.addresses))
             else open_entry_identity(choices.identity, choices.addresses, "serve")
         )
         try:
-            # imports torch: as soon as the node listens, callers hear that experts are not ready yet
+            # imports torch, which takes seconds; the node listens already, and tells callers that experts are
+            # not ready yet
             from moe.server.hosting import HostingService
             from swarm.node import Node, NodeConfig
 
@@ -228,7 +236,7 @@ def _serve(choices: ServeChoices) -> int:
                     lambda sentence: output.emit(Notice(text=_with_experts(sentence, node.reach)))
                 )
                 if offered is not None:
-                    choices.factory(offered)  # before it is published
+                    choices.factory(offered)  # check the factory before the grid is published
                 if choices.addresses:
                     enter(node, choices.addresses)
                 signed, created = _enter_grid(choices, node, own, offered)
@@ -243,8 +251,8 @@ def _serve(choices: ServeChoices) -> int:
 
 
 def _own_invite(choices: ServeChoices, own: Identity, offered: GridSpecification | None) -> list[str]:
-    """Return the invite with which this server enters a grid for invited peers that it is going to found, or
-    that it owns; none for another grid.
+    """Return the invite with which this server enters an invited grid that it creates or owns; None for
+    another grid.
     """
     if offered is None or offered.members != "invited":
         return []
@@ -254,9 +262,7 @@ def _own_invite(choices: ServeChoices, own: Identity, offered: GridSpecification
 
 
 def _is_of_another_owner(choices: ServeChoices, own: Identity, offered: GridSpecification) -> bool:
-    """Return whether the swarm has a grid of the offered name that this user does not own, or this user is
-    invited.
-    """
+    """Return whether this user is invited, or the swarm has a grid of the offered name with another owner."""
     from swarm.node import Node
     from swarm.run.directory import RunDirectory
     from swarm.run.signed import run_id_of
@@ -311,7 +317,7 @@ def _enter_grid(
 
 
 def _let_guests_in(node: Node, signed: SignedSpecification) -> None:
-    """Let peers without an invite do what the grid allows them."""
+    """Allow peers without an invite what the grid's specification permits."""
     if node.membership is not None and node.membership.run_id == signed.run_id:
         node.membership.guests = signed.grid.guests
 
@@ -337,7 +343,7 @@ def _follow_grid(node: Node, signed: SignedSpecification, shutdown: Shutdown, ou
 
 
 def _with_experts(sentence: str, reach: str) -> str:
-    """Add to a sentence about how others reach this machine what follows for its experts."""
+    """Extend a sentence about how others reach this machine with the consequence for its experts."""
     if reach in ("hidden", "none"):
         sentence += ". Its experts are not declared, because nobody could call them"
     return sentence
@@ -358,10 +364,12 @@ class _Hosting:
         self._shutdown, self._output = shutdown, output
 
     def run(self, created: bool) -> None:
-        """Host the experts, and move to others where the grid needs it. `created`: by this command."""
+        """Host the experts, and move to others if the grid needs them. `created`: this command created the
+        grid.
+        """
         factory = self._choices.factory(self._signed.grid)
         placing = self._choices.placing(self._signed.grid, self._node, factory)
-        experts = {uid: factory.make(uid) for uid in placing.first()}
+        experts = factory.make_all(placing.first())
         move: Move | None = None
         while True:
             with self._open_server(experts) as server:
@@ -437,8 +445,8 @@ def watch(
     every_s: float,
     next_move: Callable[[], Move | None],
 ) -> Move | None:
-    """Emit the load until the command should end, or its server should move; return the move. Raise
-    SwarmError if a device of the server failed.
+    """Emit the load until the command should end or its server should move. Return the move. Raise SwarmError
+    if a device of the server failed.
     """
     before, before_s = server.statistics(), time.monotonic()
     while not shutdown.requested.wait(every_s):

@@ -15,6 +15,7 @@ from swarm.cli.invite import contacts_of
 from swarm.core.errors import UsageError
 from swarm.core.ids import Contact
 from swarm.core.presets import Preset
+from swarm.core.wording import size
 from swarm.run.grid import GridSpecification
 from swarm.run.grid_entry import module_hash
 from swarm.run.limits import parse_size
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from swarm.run.grid_experts import ExpertFactory
     from swarm.run.placing import Placing
 
-# The options that are settings of the grid, and which key of its specification each one is.
+# Options that are settings of the grid -> key of the specification.
 _GRID_OPTIONS = {
     "experts": "experts",
     "expert_class": "expert_class",
@@ -41,18 +42,18 @@ _GRID_OPTIONS = {
     "open_training": "guests",
     "is_open": "members",
 }
-# the keys of a file in which a server that joins the grid may differ
+# keys of the file that a joining server may choose differently
 _OWNERS_MATTERS = {"description", "members", "recovery_key", "confirmed", *GridSpecification.OWNERS_KEYS}
 _LOAD_S = 0.5  # between two load events
 _LOAD_JSON_S = 2.0  # the same with --json
-_WITH_A_FILE = {"experts", "module"}  # the options of these that a grid's file does not replace
+_WITH_A_FILE = {"experts", "module"}  # those of these options that may be combined with a grid's file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeChoices:
     """The options of `swarm serve`."""
 
-    given: frozenset[str]  # the options in `_GRID_OPTIONS` that the user has written
+    given: frozenset[str]  # the options in `_GRID_OPTIONS` that the user has set
     file: Path | None  # of a grid
     addresses: tuple[str, ...]
     grid: str | None
@@ -75,6 +76,7 @@ class ServeChoices:
     max_batch_size: int
     checkpoint: Path | None
     keep_activations_mb: int
+    is_compiled: bool
     average_s: float
     identity: str | None
     listen: str | None
@@ -109,12 +111,12 @@ class ServeChoices:
             )
         if files and (replaced := self.given - _WITH_A_FILE):
             names = ", ".join(sorted(f"--{name.removeprefix('is_').replace('_', '-')}" for name in replaced))
-            raise UsageError(f"{self.file} says what the experts are: leave {names} out")
+            raise UsageError(f"{self.file} defines the experts already: leave {names} out")
         if self.open_training and self.is_open:
             raise UsageError("--open lets anybody train without bounds: choose it or --open-training")
         if self.training_steps is not None and self.training_steps <= self.warmup_steps:
             raise UsageError(
-                "--training-steps are counted from the start, so there are more of them than --warmup-steps"
+                "--training-steps are counted from the start, so they must exceed --warmup-steps"
             )
         if self.memory is not None:
             parse_size(self.memory)
@@ -122,22 +124,25 @@ class ServeChoices:
             raise UsageError("--num-experts picks places in one grid: give --experts once")
         if self.listens_nowhere() and not self.addresses:
             raise UsageError(
-                "with --listen none others call experts through the relays of a swarm: give an ADDRESS of one"
+                "with --listen none, others can call experts only through relays of a swarm: give an "
+                "ADDRESS of one"
             )
 
     def contacts(self) -> list[Contact]:
         return contacts_of(self.addresses)
 
     def listen_at(self) -> str:
-        """Return where to listen. With --listen none it is on loopback, to which relays pass calls on."""
+        """Return where to listen. With --listen none it is loopback, to which relayed calls are forwarded."""
         return options.listen_at(self.listen, self.announce, self.contacts()) or "127.0.0.1:0"
 
     def listens_nowhere(self) -> bool:
-        """Return whether this server opens no port to others, so that they call it through relays."""
+        """Return whether this server opens no port and must be called through relays."""
         return options.listen_at(self.listen, self.announce, self.contacts()) is None
 
     def offered(self) -> GridSpecification | None:
-        """Return the grid that the file says, or the options with --experts; None without any of these."""
+        """Return the grid in the file, or the one that the options with --experts describe; None without
+        either.
+        """
         if self.file is None:
             return self.described(self.experts) if self.experts else None
         grid = GridSpecification.from_file(self.file)
@@ -147,7 +152,7 @@ class ServeChoices:
         return grid.model_copy(update={"module": self._module_hash()}) if self.module is not None else grid
 
     def described(self, experts: Sequence[str]) -> GridSpecification:
-        """Return the grid of these experts that the options describe."""
+        """Return the specification of a grid of these experts from the options."""
         table = {
             "experts": list(experts),
             "members": "open" if self.is_open else "invited",
@@ -181,7 +186,7 @@ class ServeChoices:
         return {_GRID_OPTIONS[name] for name in self.given}
 
     def factory(self, grid: GridSpecification) -> ExpertFactory:
-        """Return what makes the experts of a grid here. Raise UsageError when this machine cannot."""
+        """Return the factory of the grid's experts. Raise UsageError if this machine cannot make them."""
         from swarm.run.grid_experts import ExpertFactory
 
         return ExpertFactory(
@@ -189,10 +194,11 @@ class ServeChoices:
             device=self.device,
             module=self.module,
             keep_activations_bytes=self.keep_activations_mb << 20,
+            is_compiled=self.is_compiled,
         )
 
     def placing(self, grid: GridSpecification, node: Node, factory: ExpertFactory) -> Placing:
-        """Return which experts of a grid this machine hosts. Raise UsageError when the options are wrong."""
+        """Return the choice of experts that this machine hosts. Raise UsageError if the options are wrong."""
         from moe.server.expert_server import EXPERTS_MAX
         from swarm.run.placing import Placing
 
@@ -201,9 +207,7 @@ class ServeChoices:
             needed = factory.bytes_of_one()
             room = parse_size(self.memory) // needed
             if not room:
-                raise UsageError(
-                    f"--memory {self.memory} is less than one expert takes: {needed / 1e6:,.0f} MB"
-                )
+                raise UsageError(f"--memory {self.memory} is less than one expert takes: {size(needed)}")
             count = min(room, count or sum(pattern.count for pattern in self.patterns(grid)), EXPERTS_MAX)
         folder = self.checkpoint.expanduser() if self.checkpoint is not None else None
         return Placing(node, self.patterns(grid), count, folder)

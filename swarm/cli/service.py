@@ -48,7 +48,7 @@ def service() -> None:
 @click.option(
     "--as", "name", metavar="NAME", default=None, help="A name for the service. [default: that of the run]"
 )
-@click.option("--no-start", is_flag=True, help="Write the file only, and start nothing.")
+@click.option("--no-start", is_flag=True, help="Only write the file, and do not start the service.")
 @options.as_json
 @click.argument(
     "arguments",
@@ -58,8 +58,8 @@ def service() -> None:
     type=click.UNPROCESSED,
 )
 def install(name: str | None, no_start: bool, as_json: bool, arguments: tuple[str, ...]) -> int:
-    """Install a service that runs `swarm join` with these arguments. What the volunteer may do on this
-    machine is set by `swarm config`, at any time, or by options of `swarm join` here.
+    """Install a service that runs `swarm join` with these arguments. Limits of the volunteer are set with
+    `swarm config` at any time, or with options of `swarm join` here.
 
     \b
     Examples:
@@ -69,10 +69,10 @@ def install(name: str | None, no_start: bool, as_json: bool, arguments: tuple[st
     """
     from swarm.cli.train import join
 
-    parsed = join.make_context("swarm join", list(arguments))  # says what is wrong with them
+    parsed = join.make_context("swarm join", list(arguments))  # reports wrong arguments
     entries: tuple[str, ...] = parsed.params["addresses"]
     if not entries:
-        raise UsageError("a service needs to know where to join: an invite, an address, or the name of a run")
+        raise UsageError("the service has no run to join: pass an invite, an address, or the name of a run")
     one = Service(name or parsed.params["run"] or _name_of(entries[0]))
     command = [_program(), "join", *arguments, *([] if parsed.params["yes"] else ["--yes"])]
     replaced = one.file.exists()
@@ -93,18 +93,20 @@ def install(name: str | None, no_start: bool, as_json: bool, arguments: tuple[st
 
 @service.command(context_settings=options.CONTEXT)
 @_NAME_OPTION
-def status(name: str | None) -> int:
-    """Show whether services run, as the system says it."""
+@options.as_json
+def status(name: str | None, as_json: bool) -> int:
+    """Show the system's status of the services."""
     for one in [_chosen(name)] if name is not None else _all():
-        click.echo(one.status())
+        said = one.status()
+        print_result("service", {"name": one.name, "status": said}, said, as_json=as_json)
     return 0
 
 
 @service.command(context_settings=options.CONTEXT)
 @_NAME_OPTION
-@click.option("--follow", "-f", is_flag=True, help="Go on as new lines come.")
+@click.option("--follow", "-f", is_flag=True, help="Continue to show new lines.")
 def logs(name: str | None, follow: bool) -> int:
-    """Show what a service has said."""
+    """Show the output of a service."""
     return _chosen(name).logs(follow=follow)
 
 
@@ -121,16 +123,15 @@ def remove(name: str | None, as_json: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """One service of this user. It has the system's file of it, readable by this user alone, because an
-    invite is a secret.
-    """
+    """One service of this user. Its system file is readable by this user only: an invite is a secret."""
 
     name: str
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise UsageError(
-                f"a service's name has letters, digits, dots, - and _, not {self.name!r:.60}: use --as"
+                f"a service's name consists of letters, digits, dots, - and _, not {self.name!r:.60}: use "
+                "--as"
             )
 
     @property
@@ -151,7 +152,7 @@ class Service:
             raise SwarmError(f"{self.file} cannot be written: {error.strerror or error}") from error
 
     def start(self) -> None:
-        """Let the system start it, now and whenever the user logs in. Raises SwarmError when it refuses."""
+        """Let the system start the service now and at each login. Raises SwarmError if the system refuses."""
         if _is_launchd():
             _run(["launchctl", "bootout", f"gui/{os.getuid()}/{_LABEL}.{self.name}"], check=False)
             _run(["launchctl", "bootstrap", f"gui/{os.getuid()}", str(self.file)])
@@ -161,20 +162,20 @@ class Service:
         _run(["systemctl", "--user", "restart", self._unit])
 
     def hint(self) -> str:
-        """Return what else a person may want to do, as the end of a sentence."""
+        """Return a hint for the user, as the end of a sentence."""
         lingers = Path("/var/lib/systemd/linger", os.environ.get("USER", "")).is_file()
         if _is_launchd() or lingers:
             return ""
         return ". To let it run while nobody is logged in: loginctl enable-linger"
 
     def status(self) -> str:
-        """Return what the system says about it."""
+        """Return the system's status of the service."""
         if _is_launchd():
             return _run(["launchctl", "print", f"gui/{os.getuid()}/{_LABEL}.{self.name}"], check=False)
         return _run(["systemctl", "--user", "--no-pager", "status", self._unit], check=False)
 
     def logs(self, *, follow: bool) -> int:
-        """Show its output on this terminal, and return the exit status of the program that does."""
+        """Show the service's output on this terminal. Return the exit status of the program that shows it."""
         if _is_launchd():
             command = ["tail", *(["-f"] if follow else ["-n", "200"]), str(_log(self.name))]
         else:
@@ -191,7 +192,7 @@ class Service:
             raise SwarmError(f"this system has no {command[0]}") from None
 
     def remove(self) -> None:
-        """Stop it and delete its file."""
+        """Stop the service and delete its file."""
         if _is_launchd():
             _run(["launchctl", "bootout", f"gui/{os.getuid()}/{_LABEL}.{self.name}"], check=False)
         else:
@@ -243,14 +244,14 @@ def agent(label: str, command: Sequence[str]) -> bytes:
 
 
 def _quoted(word: str) -> str:
-    """Return a word as systemd reads it: in quotes, with its specifiers and variables escaped."""
+    """Return a word in systemd's syntax: quoted, with specifiers and variables escaped."""
     for special, escaped in (("\\", "\\\\"), ('"', '\\"'), ("%", "%%"), ("$", "$$"), ("\n", "\\n")):
         word = word.replace(special, escaped)
     return f'"{word}"'
 
 
 def _name_of(entry: str) -> str:
-    """Return the name of the run that an invite or a name means, for a service."""
+    """Return a name for a service: that of the run in an invite, or the given name."""
     from swarm.cli.finding import is_run_name
     from swarm.membership.invite import Invite, is_invite
 
@@ -258,13 +259,11 @@ def _name_of(entry: str) -> str:
         return Invite.parse(entry).name
     if is_run_name(entry):
         return entry.partition("@")[0]
-    raise UsageError(
-        "an address does not say which run it is: give --run NAME, or a name for the service with --as"
-    )
+    raise UsageError("an address does not name a run: give --run NAME, or a name for the service with --as")
 
 
 def _chosen(name: str | None) -> Service:
-    """Return a service by its name, or the only one. Raises UsageError if it is not clear which."""
+    """Return a service by its name, or the only one. Raises UsageError if it is ambiguous."""
     there = _all()
     found = [one for one in there if name in (None, one.name)]
     if len(found) == 1:
@@ -289,7 +288,7 @@ def _folder() -> Path:
     if sys.platform.startswith("linux"):
         return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "systemd" / "user"
     raise SwarmError(
-        "services are for systemd and launchd; here, let the task scheduler run: swarm join ... --yes"
+        "services need systemd or launchd; on this system, let the task scheduler run: swarm join ... --yes"
     )
 
 
@@ -311,13 +310,11 @@ def _program() -> str:
 
 
 def _run(command: list[str], *, check: bool = True) -> str:
-    """Run a program of the system, and return what it prints. With `check`, raises SwarmError when it
-    fails.
-    """
+    """Run a program of the system, and return its output. With `check`, raises SwarmError if it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_S_MAX, check=False)
     except FileNotFoundError:
-        raise SwarmError(f"this system has no {command[0]}: start the volunteer by other means") from None
+        raise SwarmError(f"this system has no {command[0]}: start the volunteer in another way") from None
     except subprocess.TimeoutExpired:
         raise SwarmError(f"{' '.join(command)} did not end within {_COMMAND_S_MAX:g} s") from None
     text = (done.stdout + done.stderr).strip()

@@ -15,7 +15,7 @@ from types import FrameType, TracebackType
 
 _INTERRUPT_S = 0.8
 _ABANDON_S = 2.5
-_ORPHAN_S = (0.4, 1.5)  # both limits, once the parent is gone
+_ORPHAN_S = (0.4, 1.5)  # `interrupt_s` and `abandon_s` once the parent has ended
 
 
 class Shutdown:
@@ -53,7 +53,7 @@ class Shutdown:
         self._over.set()
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
-        # A KeyboardInterrupt that `_insist` caused is a clean end: all cleanup handlers have run.
+        # `_insist` caused this KeyboardInterrupt, and all cleanup handlers have run: this is a clean end.
         return kind is KeyboardInterrupt and self.requested.is_set()
 
     def begin_cleanup(self) -> None:
@@ -83,7 +83,7 @@ class Shutdown:
         else:
             signal.raise_signal(signal.SIGINT)
         if not self._over.wait(self._abandon_s - self._interrupt_s):
-            sys.stderr.write("swarm: something did not stop in time and was left\n")
+            sys.stderr.write("swarm: a part did not stop in time and was abandoned\n")
             sys.stderr.flush()
             os._exit(1)
 
@@ -93,6 +93,6 @@ class Shutdown:
                 pass
         except OSError:
             pass  # a standard input that cannot be read counts as closed
-        # No process reads a summary any more, so both limits are short.
+        # No process reads the summary any more, so both limits are short.
         self._interrupt_s, self._abandon_s = _ORPHAN_S
         self.request("the process that started this one ended")

@@ -38,7 +38,7 @@ from swarm.run.entering import find_run, refusal, unanswered, wait_for_answer
 from swarm.run.events import Event, Finished, Listening, Notice
 from swarm.run.limits import VolunteerLimits, parse_duration_s
 from swarm.run.preferences import LivePreferences, Preferences, PreferencesFile
-from swarm.run.ranks import LeadingRanks, follow, following_place, leading
+from swarm.run.rank_volunteers import LeadingRanks, follow, following_place, leading
 from swarm.runtime.collector import keep_present_objects
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from swarm.run.signed import SignedSpecification
     from swarm.run.specification import RunSpecification
 
-_CREATE_S_MAX = 60.0  # to read and to publish a specification, tries included
+_CREATE_S_MAX = 60.0  # for reading and publishing a specification, including retries
 
 _from_scratch = click.option(
     "--from-scratch",
@@ -123,7 +123,7 @@ def start(file: Path, recovery_key: str | None, **given: Any) -> int:
 
     The command publishes the run's signed specification and prints the line with which others join. Started
     again with the same file and identity while others still train, it joins them; with a changed file, it
-    publishes the change. If everybody has left, it goes on from this machine's newest checkpoint.
+    publishes the change. If everybody has left, it continues from this machine's newest checkpoint.
 
     \b
     Examples:
@@ -145,7 +145,7 @@ def start(file: Path, recovery_key: str | None, **given: Any) -> int:
         specification = specification.model_copy(update={"recovery_key": recovery_key_of(recovery_key)})
     specification = _with_package(specification)
     if specification.requirements.device == "cuda":
-        # Publish no run that this machine cannot train itself.
+        # Do not publish a run that this machine cannot train.
         choose_device(choices.device, specification)
     invited_to = specification if specification.members == "invited" else None
     with _session(choices, default_identity(), invited_to) as session:
@@ -154,7 +154,7 @@ def start(file: Path, recovery_key: str | None, **given: Any) -> int:
         if choices.bootstrap and not wait_for_answer(session.node):
             why = unanswered(session.node)
             session.emit(
-                Notice(text=f"no bootstrap peer answers yet; going on alone and trying again: {why}")
+                Notice(text=f"no bootstrap peer answers yet; training alone and trying again: {why}")
             )
         signed, created = session.node.network.run(
             create_run(session.directory, specification, session.own, session.node.clock), _CREATE_S_MAX
@@ -185,11 +185,11 @@ def join(addresses: tuple[str, ...], run: str | None, **given: Any) -> int:
     """Volunteer for the run at ADDRESS: the address of a live peer or, for a run of invited peers, an INVITE.
     Several are tried at once.
 
-    RUN, the name of a run, is enough for a run in which this machine has taken part, because it remembers
-    peers of it. With --libp2p-bootstrap, any run is found by its name in libp2p's DHT. Without arguments, the
-    command lists the runs on the local network, and joins the only one, or asks which.
+    The name RUN is enough if this machine has taken part in the run, because it remembers peers of it. With
+    --libp2p-bootstrap, any run is found by its name in libp2p's DHT. Without arguments, the command lists the
+    runs on the local network and joins the only one, or asks which one to join.
 
-    The command shows what will be trained, what memory it takes and what traffic to expect, and asks. Then it
+    The command shows what will be trained, the memory and the expected traffic, and asks for consent. Then it
     downloads the current state and trains until Ctrl-C. A volunteer that entered by an invite keeps its
     identity for the next time.
 
@@ -220,7 +220,7 @@ def join(addresses: tuple[str, ...], run: str | None, **given: Any) -> int:
             _check_asked(choices, may_ask=may_ask)
             entry = nearby_entry(output, run, choices.identity)
     choices = replace(choices, bootstrap=entry.bootstrap, identity=entry.identity)
-    choices.contacts()  # says which is wrong
+    choices.contacts()  # reports a wrong address
     _check_asked(choices, may_ask=may_ask)
     with _session(choices, None) as session:
         signed = _find_run(session, entry)
@@ -234,15 +234,15 @@ def _check_asked(choices: TrainChoices, *, may_ask: bool) -> None:
 
 
 def _find_run(session: _Session, entry: RunEntry) -> SignedSpecification:
-    """Return the run to join, from the swarm; where nobody answers, the copy that this machine has kept."""
+    """Return the run to join, from the swarm or, if no peer answers, from the copy on this machine."""
     if not wait_for_answer(session.node):
         why = unanswered(session.node)
         known = entry.run is not None and session.node.network.run(session.directory.stored(entry.run), 30.0)
         if session.node.not_invited or not known:
             raise refusal(session.node, entry.bootstrap)
         text = (
-            "nobody answers yet; going on alone with the specification that this machine kept, "
-            f"and trying again: {why}"
+            "no peer answers yet; training alone with the specification stored on this machine, and "
+            f"trying again: {why}"
         )
         session.emit(Notice(text=text))
     return find_run(session.node, session.directory, entry.run)
@@ -291,7 +291,7 @@ class TrainChoices:
         )
 
     def rendezvous(self) -> list[Contact]:
-        """Return the servers of libp2p's DHT."""
+        """Return the addresses of libp2p DHT servers."""
         return [Contact.parse(text) for text in self.libp2p_bootstrap]
 
     def contacts(self) -> list[Contact]:
@@ -338,6 +338,7 @@ class _Session:
 
     def _train(self, signed: SignedSpecification, ranks: LeadingRanks | None, *, created: bool) -> None:
         from swarm.cli.finding import announce_by_name, announce_nearby
+        from swarm.run.machine import asking
         from swarm.run.machine_use import MachineProbes
         from swarm.run.membership import check_invited, save_capability
         from swarm.run.volunteer import Volunteer
@@ -372,7 +373,9 @@ class _Session:
             self.emit(Notice(text=self.node.dht.clock_problem))
         self._importing.join()
         device = volunteer.choose_device()
-        if not self.choices.yes and not self.output.ask(f"Train this on {device}?"):
+        with asking():
+            agreed = self.choices.yes or self.output.ask(f"Train this on {device}?")
+        if not agreed:
             self.emit(Notice(text="nothing was trained"))
             return
         if not self.shutdown.requested.is_set():
@@ -391,14 +394,14 @@ class _Session:
 def _session(
     choices: TrainChoices, identity: Path | None, invited_to: RunSpecification | None = None
 ) -> Iterator[_Session]:
-    """Open the node. `identity`: the default file of an owner; None: the command joins a run. `invited_to`: a
-    run of this identity that is for invited peers.
+    """Open the node. `identity`: the default identity file of an owner; None: the command joins a run.
+    `invited_to`: an invited run that this identity owns.
     """
     with (
         Shutdown(exit_with_parent=choices.exit_with_parent) as shutdown,
         make_output(VolunteerPresentation(), as_json=choices.as_json) as output,
     ):
-        check_device_present(choices.device)  # before anything is opened or published
+        check_device_present(choices.device)  # check this before anything is opened or published
         own = (
             open_identity(choices.identity, identity)
             if identity is not None

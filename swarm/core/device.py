@@ -121,6 +121,19 @@ def first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0] or type(error).__name__
 
 
+def free_bytes(device: torch.device) -> int | None:
+    """Return the memory of a device that nobody uses now; of the host for "cpu". None where it is unknown."""
+    if device.type == "cpu":
+        import psutil
+
+        return int(psutil.virtual_memory().available)
+    if device.type == "cuda":
+        import torch
+
+        return int(torch.cuda.mem_get_info(device)[0])
+    return None
+
+
 def release_cached_memory(device: torch.device) -> None:
     """Give memory that torch keeps for later allocations on `device`, and does not use now, back to the
     device.
@@ -144,8 +157,8 @@ def current_device(device: torch.device) -> contextlib.AbstractContextManager[ob
 
 @contextlib.contextmanager
 def explained_failures(device: torch.device) -> Iterator[None]:
-    """Within the context, raise a SwarmError that a person understands when `device` fails for good or has no
-    memory left.
+    """Within the context, raise a SwarmError that a user understands when `device` fails permanently or has
+    no memory left.
     """
     try:
         yield

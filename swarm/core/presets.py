@@ -29,7 +29,8 @@ class Timings:
     reintroduce_s: float  # between two greetings of the bootstrap peers by a peer that has joined
 
     dht_call_timeout_s: float  # a dead peer costs a background task this long
-    dht_stall_s: float  # a search goes on without a peer that is silent this long, and counts a failure of it
+    # a search continues without a peer that is silent this long, and counts a failure of it
+    dht_stall_s: float
     dht_search_timeout_s: float  # a search that no reader waits for any more ends after this time
 
     query_timeout_s: float  # a peer that does not answer a query for this long counts as gone

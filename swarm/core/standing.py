@@ -7,6 +7,7 @@ at most half, and members displace them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -83,7 +84,10 @@ class PeerStanding:
         """Return the runs of which this node knows members."""
         return [run for run in dict.fromkeys([*self._members, *self._holders]) if self.has_members(run)]
 
-    def members(self, run: str) -> list[PeerId]:
-        """Return the known members of a run, those that certificates named last first."""
+    def members(self, run: str, count_max: int) -> tuple[PeerId, ...]:
+        """Return the known members of a run, at most this many, those that certificates named last first."""
         named = self._members.get(run, {})
-        return [*reversed(named), *(peer for peer in list(self._holders.get(run, ())) if peer not in named)]
+        found = list(itertools.islice(reversed(named), count_max))
+        if len(found) < count_max:
+            found += [peer for peer in list(self._holders.get(run, ())) if peer not in named]
+        return tuple(found[:count_max])

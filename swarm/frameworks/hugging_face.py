@@ -19,8 +19,12 @@ class HuggingFaceCallback(TrainerCallback):  # type: ignore[misc]
 
     It loads the swarm's state before the first step, also after `resume_from_checkpoint`, publishes the
     losses that the Trainer logs, and ends the training after `epochs` epochs of the swarm. When `train`
-    returns, the peer stays in the run and gives its state to others until `optimizer` or its node is closed;
+    returns, the peer stays in the run and serves its state to others until `optimizer` or its node is closed;
     `train` may be called again.
+
+    Args:
+        optimizer: The `swarm.Optimizer` that the Trainer uses.
+        epochs: Epochs of the swarm after which the training ends; None: the Trainer's own limits apply.
     """
 
     def __init__(self, optimizer: Optimizer, *, epochs: int | None = None) -> None:
@@ -42,7 +46,7 @@ class HuggingFaceCallback(TrainerCallback):  # type: ignore[misc]
     def _check_optimizer(self, used: Any) -> None:
         if getattr(used, "optimizer", used) is not self.optimizer:
             raise UsageError(
-                "the Trainer has another optimizer than its callback: pass optimizers=(opt, "
+                "the Trainer and its callback have different optimizers: pass optimizers=(opt, "
                 "SharedSchedule(opt)) to it"
             )
 
@@ -56,7 +60,7 @@ class HuggingFaceCallback(TrainerCallback):  # type: ignore[misc]
             )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """End the training when the swarm has made its epochs."""
+        """End the training when the swarm has completed `epochs` epochs."""
         if self.epochs is not None and self.optimizer.epoch >= self.epochs:
             control.should_training_stop = True
 

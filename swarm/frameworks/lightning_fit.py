@@ -19,11 +19,19 @@ class LightningCallback(Callback):  # type: ignore[misc]
         Trainer(…, callbacks=[LightningCallback(node, run="my-run", target_batch_size=512,
                                                 batch_size_per_step=32)])
 
-    It puts the optimizer that `configure_optimizers` returns into a swarm.Optimizer with these arguments
-    (`options`: any others of that class), which is `optimizer` afterwards and stays the same in later calls
-    of `fit` with the same module. It loads the swarm's state before the first step, also after `ckpt_path`,
-    publishes the loss and the metric `val_loss`, and ends `fit` after `epochs` epochs of the swarm. After
-    `fit` the peer stays in the run and gives its state to others until `optimizer` or the node is closed.
+    It wraps the optimizer that `configure_optimizers` returns in a swarm.Optimizer. The attribute `optimizer`
+    is this object; later calls of `fit` with the same module use it again. The callback loads the swarm's
+    state before the first step, also after `ckpt_path`, publishes the loss and the metric `val_loss`, and
+    ends `fit` after `epochs` epochs of the swarm. After `fit` the peer stays in the run and serves its state
+    to others until `optimizer` or the node is closed.
+
+    Args:
+        node: This process as a peer.
+        run: Name or id of the run.
+        target_batch_size: Samples of the whole swarm in one epoch.
+        batch_size_per_step: Samples of one step of this peer.
+        epochs: Epochs of the swarm after which `fit` ends; None: the Trainer's own limits apply.
+        options: Further arguments of `swarm.Optimizer`.
     """
 
     def __init__(
@@ -47,13 +55,13 @@ class LightningCallback(Callback):  # type: ignore[misc]
 
     @property
     def optimizer(self) -> Optimizer:
-        """Return the optimizer of the present or the last `fit`. Raise UsageError before the first one."""
+        """Return the optimizer of the current or the last `fit`. Raise UsageError before the first one."""
         if self._made is None:
             raise UsageError("there is no swarm.Optimizer before fit has begun")
         return self._made
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Put the module's optimizer into a swarm.Optimizer, before a checkpoint is loaded into it.
+        """Wrap the module's optimizer in a swarm.Optimizer, before a checkpoint is loaded into it.
 
         Raises UsageError for several optimizers, several processes or a schedule of the module's own.
         """
@@ -74,10 +82,10 @@ class LightningCallback(Callback):  # type: ignore[misc]
         made = self._made
         if made is not None and not made.closed:
             if _parameters(made.inner) == _parameters(inner):
-                # Lightning has moved its statistics to the host after the last fit: loading moves them back
+                # After the last fit Lightning moved the statistics to the host; loading moves them back
                 made.inner.load_state_dict(made.inner.state_dict())
                 return made
-            made.close()  # of another module
+            made.close()  # it belongs to another module
         self._made = Optimizer(inner, node=self._node, **self._options)
         return self._made
 
@@ -88,7 +96,9 @@ class LightningCallback(Callback):  # type: ignore[misc]
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Publish the loss as often as Lightning logs; end `fit` when the swarm has made its epochs."""
+        """Publish the loss as often as Lightning logs; end `fit` when the swarm has completed `epochs`
+        epochs.
+        """
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if (batch_idx + 1) % max(1, trainer.log_every_n_steps) == 0:
             report_losses(self.optimizer, loss, None)

@@ -7,19 +7,19 @@ from typing import Any
 from averaging.optim.optimizer import Optimizer
 from swarm.core.errors import NotEnoughPeers, UsageError
 
-STATE_TIMEOUT_S = 600.0  # for downloading the whole state
+STATE_TIMEOUT_S = 600.0  # timeout of a download of the whole state
 _REFUSED = (
-    "changes the learning rate by the number of this peer's steps, so that each peer would have another one: "
-    "{cure}. The schedule of the run is the argument `scheduler` of swarm.Optimizer, which steps it once per "
-    "epoch of the swarm on every peer"
+    "changes the learning rate by the number of this peer's steps, so that the rates of the peers would "
+    "differ: {cure}. The schedule of the run is the argument `scheduler` of swarm.Optimizer, which steps "
+    "it once per epoch of the swarm on every peer"
 )
 
 
 class SharedSchedule:
-    """The schedule of a run, in the place where a framework expects a scheduler of its own.
+    """The schedule of a run, for frameworks that expect a scheduler of their own.
 
-    The framework may step, save and load it: nothing changes, because `optimizer` steps the schedule of the
-    run once per epoch of the swarm, and saves it with its own state.
+    Stepping, saving and loading it have no effect: `optimizer` steps the schedule of the run once per epoch
+    of the swarm, and saves it with its own state.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -29,7 +29,7 @@ class SharedSchedule:
         """Change nothing."""
 
     def get_last_lr(self) -> list[float]:
-        """Return the present learning rate of each group of parameters."""
+        """Return the current learning rate of each parameter group."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
@@ -41,7 +41,7 @@ class SharedSchedule:
 
 
 def refuse_schedule(what: str, cure: str) -> UsageError:
-    """Return the error for a schedule of a framework: `what` is the schedule, `cure` what to do instead."""
+    """Return the error for a schedule of a framework. `what` names the schedule, `cure` the remedy."""
     return UsageError(f"{what} {_REFUSED.format(cure=cure)}")
 
 
@@ -66,7 +66,7 @@ def begin(optimizer: Optimizer) -> None:
 
 
 def report_losses(optimizer: Optimizer, loss: Any, validation_loss: Any) -> None:
-    """Publish losses, where they are numbers, to the viewers of the run."""
+    """Publish losses that are numbers to the monitors of the run."""
     given = {"loss": loss, "validation_loss": validation_loss}
     numbers = {name: float(value) for name, value in given.items() if value is not None}
     if numbers:

@@ -21,7 +21,7 @@ from swarm.libp2p.logic.messages import (
 
 _ANSWER_S = 10.0
 _PING_BYTES = 32
-_PING_IDLE_S = 60.0  # after which a stream for pings is closed that nobody uses
+_PING_IDLE_S = 60.0  # idle time after which a stream for pings is closed
 # libp2p's protobuf PublicKey: type Ed25519, 32 bytes of data
 _PUBLIC_KEY_PREFIX = bytes.fromhex("08011220")
 
@@ -58,7 +58,7 @@ async def _answer_pings(stream: MuxedStream) -> None:
 
 
 async def identify(connection: PeerConnection) -> Identify:
-    """Ask a peer what it says about itself. Raises NetworkError when it does not answer within 10 s,
+    """Ask a peer for its description of itself. Raises NetworkError when it does not answer within 10 s,
     PeerError when its answer is malformed.
     """
     stream = await connection.open(IDENTIFY_PROTOCOL)

@@ -1,4 +1,4 @@
-"""Circuits through relays: how a peer that cannot be called stays callable, and how others call it."""
+"""Circuits through relays: reservations of a peer that cannot be called directly, and calls to such peers."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from swarm.libp2p.logic.messages import (
 from swarm.libp2p.logic.reserving import Reservations
 from swarm.libp2p.racing import Races
 
-ANSWER_S = 15.0  # for a relay's answer; it gives the target of a circuit 10 s of these
+ANSWER_S = 15.0  # for a relay's answer, of which the relay waits 10 s for the target of the circuit
 CONNECT_S = 20.0
-# A relay that sends nothing for 3 s after a ping is dead, so another one is asked after 4 s at most.
+# A relay that sends nothing for 3 s after a ping counts as failed, so another one is asked after 4 s at most.
 RELAY_PING_S, RELAY_SILENT_S = 1.0, 3.0
 
 
 class Circuits:
-    """Reservations of this host, and its connections through relays. `run` keeps the reservations.
+    """Reservations of this host, and its connections through relays. `run` keeps the reservations valid.
 
-    `on_change` is called when the relays change through which this peer can be called (`held`).
+    `on_change` is called when `held` changes: the relays through which this peer can be called.
     """
 
     def __init__(self, host: Host, clock: Clock, on_change: Callable[[], None] | None = None) -> None:
@@ -89,9 +89,7 @@ class Circuits:
         self._tell()
 
     async def reserve(self, relay: Contact) -> None:
-        """Make or renew a reservation at a relay. Raises NetworkError or PeerError that says why it has
-        none.
-        """
+        """Make or renew a reservation at a relay. Raises NetworkError or PeerError with the reason."""
         connection = await self._host.connect(relay.peer_id, relay.addresses)
         answer, stream = await self.question(connection, Hop(HopKind.RESERVE))
         stream.close()
@@ -110,7 +108,7 @@ class Circuits:
     async def connect(
         self, target: PeerId, relays: Sequence[Contact], timeout_s: float = CONNECT_S
     ) -> PeerConnection:
-        """Return a connection to a peer that cannot be called: one that is open, or the first that can be had
+        """Return a connection to a peer that cannot be called: an open one, or the first that can be opened
         through one of these relays. Raises NetworkError that names what failed, DeadlineExceeded after
         `timeout_s`.
         """
@@ -127,7 +125,9 @@ class Circuits:
         return await self._host.secure(stream, is_client=True, expected=target, relay=relay.peer_id)
 
     async def question(self, connection: PeerConnection, question: Hop) -> tuple[Hop, MuxedStream]:
-        """Ask a relay, and return its answer and the stream. Raises PeerError that says what it refused."""
+        """Send a request to a relay. Return its answer and the stream. Raises PeerError with the relay's
+        refusal.
+        """
         stream = await connection.open(HOP_PROTOCOL)
         async with answered(stream, ANSWER_S, "the relay did not answer"):
             await stream.write_message(encode_hop(question))
@@ -142,10 +142,11 @@ class Circuits:
         async with asyncio.timeout(ANSWER_S):
             message = decode_stop(await stream.read_message(MESSAGE_BYTES_MAX))
         if message.kind is not StopKind.CONNECT or message.peer is None:
-            await self._refuse(stream, Status.UNEXPECTED_MESSAGE, "it offered a circuit of nobody")
+            reason = "it offered a circuit without naming the peer"
+            await self._refuse(stream, Status.UNEXPECTED_MESSAGE, reason)
             return
         if relay not in {one.peer_id for one in self.held}:
-            reason = "it offered a circuit, and this peer has no reservation there"
+            reason = "it offered a circuit, but this peer has no reservation at it"
             await self._refuse(stream, Status.PERMISSION_DENIED, reason)
             return
         if reason := self._host.admission.begin(through(relay)):

@@ -12,35 +12,38 @@ from typing import Protocol
 from swarm.core.errors import NetworkError, PeerError
 from swarm.core.ids import Address, PeerId
 from swarm.core.notify import ChangeEvent
-from swarm.libp2p.agreement import propose, read_prefix
+from swarm.libp2p.agreement import confirm, propose, read_prefix
 from swarm.libp2p.logic import yamux
 from swarm.libp2p.logic.admission import through
 from swarm.libp2p.logic.messages import read_varint, varint
 from swarm.libp2p.noise import PLAINTEXT_BYTES_MAX, SecureChannel
 
-NEGOTIATION_S = 10.0  # on one stream; too short: a busy machine does not get round to it
+NEGOTIATION_S = 10.0  # to agree on a stream's protocol; too short: a busy machine does not answer in time
 PING_INTERVAL_S = 15.0
 PING_TIMEOUT_S = 10.0
-_PING_STEPS = 4  # in which the timeout passes: a stop of this process costs one of them
-_PENDING_BYTES_MAX = 256 << 10  # that are still to be sent before writers wait
-_READS_IN_A_ROW = 16  # messages of which the peer may have sent many
+# steps into which the ping timeout is divided: while this process is stopped, only one of them passes
+_PING_STEPS = 4
+_PENDING_BYTES_MAX = 256 << 10  # writers wait while more than this is still to be sent
+_READS_IN_A_ROW = 16  # messages read before other tasks run: the peer may have sent many
 
 
 class MuxedStream:
-    """A stream: bytes in both directions, each of which can be finished on its own. It can carry a
-    connection, too (`Pipe`).
+    """A stream: bytes in both directions, each of which can be finished separately. Another connection can
+    run over it, so it is a `Pipe`.
     """
 
     def __init__(self, connection: PeerConnection, number: int) -> None:
         self.connection = connection
         self.number = number
         self.protocol = ""
+        self._proposed = ""  # the protocol that the peer has not confirmed yet
         self._unread = bytearray()
         self._changed = ChangeEvent()
         self._writable = asyncio.Event()
         self._ended = False  # the peer sends no more
         self.lost = ""  # why the stream is gone in both directions
-        self.grows = True  # its window may; a relay's must not, which holds the windows of many streams
+        # its window may grow; a relay's must not, because a relay holds the windows of many streams
+        self.grows = True
 
     @property
     def peer_id(self) -> PeerId:
@@ -49,8 +52,12 @@ class MuxedStream:
 
     async def read(self, bytes_max: int = yamux.PIECE_BYTES) -> bytes:
         """Return the next bytes, at most `bytes_max`; none when the peer has finished. Raises NetworkError
-        when the stream is gone.
+        when the stream is gone. The first read of a stream that this side opened also raises PeerError when
+        the peer does not speak the protocol, and NetworkError when the peer does not answer the proposal
+        within 10 s.
         """
+        if self._proposed:
+            await self._confirm()
         while not self._unread:
             if self.lost:
                 raise NetworkError(self.lost)
@@ -63,9 +70,21 @@ class MuxedStream:
         self.connection.consumed(self, len(data))
         return data
 
+    async def propose(self, protocol: str) -> None:
+        """Propose the stream's protocol. Writing may continue at once; the first read takes the peer's
+        answer. Raises NetworkError when the stream is gone.
+        """
+        self.protocol = self._proposed = protocol
+        await propose(self, protocol)
+
+    async def _confirm(self) -> None:
+        protocol, self._proposed = self._proposed, ""
+        async with answered(self, NEGOTIATION_S, f"it did not agree on {protocol}"):
+            await confirm(self, protocol)
+
     async def read_exactly(self, size: int) -> bytes:
-        """Return `size` bytes. Raises NetworkError when the peer has finished before, or the stream is
-        gone.
+        """Return `size` bytes. Raises NetworkError when the peer has finished after fewer bytes, or the
+        stream is gone.
         """
         parts, missing = [], size
         while missing:
@@ -77,8 +96,8 @@ class MuxedStream:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def read_message(self, bytes_max: int) -> bytes:
-        """Return a message whose length stands before it. Raises PeerError when it is longer than
-        `bytes_max`, NetworkError when the stream ends.
+        """Return a message, which its length precedes. Raises PeerError when it is longer than `bytes_max`,
+        NetworkError when the stream ends.
         """
         size, _ = read_varint(await read_prefix(self, bytes_max), 0)
         if size > bytes_max:
@@ -86,8 +105,8 @@ class MuxedStream:
         return await self.read_exactly(size) if size else b""
 
     async def write(self, data: bytes) -> None:
-        """Send bytes. It waits for as long as the peer reads nothing: whether the peer lives is the business
-        of the connection's pings. Raises NetworkError when the stream is gone.
+        """Send bytes. Waits while the peer reads nothing, without a timeout: the connection's pings find out
+        whether the peer is alive. Raises NetworkError when the stream is gone.
         """
         while data:
             if self.lost:
@@ -103,7 +122,7 @@ class MuxedStream:
         await self.write(varint(len(data)) + data)
 
     def finish(self) -> None:
-        """Send no more; the peer may."""
+        """Send nothing more. The peer may still send."""
         self.connection.finish(self)
 
     def close(self) -> None:
@@ -147,7 +166,7 @@ async def answered(stream: MuxedStream, seconds: float, failure: str) -> AsyncIt
 
 
 class Events(Protocol):
-    """The events of which a connection tells its host. The methods return at once."""
+    """What a connection reports to its host. The methods return at once."""
 
     def opened(self, stream: MuxedStream, /) -> None:
         """The peer has opened a stream."""
@@ -186,17 +205,19 @@ class PeerConnection:
         self._room.set()
         self._interval_changed = ChangeEvent()
         self._ping_interval_s, self._ping_timeout_s = PING_INTERVAL_S, PING_TIMEOUT_S
-        self._ping = (0, 0.0)  # value and time of the last one
+        self._ping = (0, 0.0)  # value of the last ping, and when it was sent
         self._heard_s = self.idle_since_s = time.monotonic()
         self.round_trip_s: float | None = None
-        self.kept = 0  # how many have a use for it although it has no streams
-        self.counted = 0  # of `held`, when the host last added up what all connections hold
-        self.ended = ""  # why
+        self.kept = 0  # how many users need the connection although it has no streams
+        self.counted = 0  # value of `held` when the host last added up what all connections hold
+        self.ended = ""  # why the connection has ended; "" until then
         self._has_ended = asyncio.Event()
 
     @property
     def held(self) -> int:
-        """Return how many bytes it holds: those that nobody has read, and those still to be sent."""
+        """Return how many bytes this connection holds: those that nobody has read, and those still to be
+        sent.
+        """
         return self._session.unread + self._session.pending
 
     def take_refused(self) -> int:
@@ -244,16 +265,16 @@ class PeerConnection:
         self._interval_changed.notify()
 
     async def open(self, protocol: str) -> MuxedStream:
-        """Open a stream for a protocol. Raises PeerError when the peer does not speak it, NetworkError when
-        it does not answer within 10 s, the connection has ended, or 64 streams are open.
+        """Open a stream for a protocol, and return it without a wait for the peer: the first read says
+        whether it speaks the protocol. Raises NetworkError when the connection has ended or 64 streams are
+        open.
         """
         if self.ended:
             raise NetworkError(f"the connection to {self.peer_id.short} has ended: {self.ended}")
         stream = MuxedStream(self, self._session.open())
-        stream.protocol = protocol
         self._streams[stream.number] = stream
-        async with answered(stream, NEGOTIATION_S, f"it did not agree on {protocol}"):
-            await propose(stream, protocol)
+        async with answered(stream, NEGOTIATION_S, f"it took no proposal of {protocol}"):
+            await stream.propose(protocol)
         return stream
 
     async def send(self, stream: MuxedStream, data: bytes) -> int:
@@ -307,12 +328,13 @@ class PeerConnection:
             for event in self._session.receive(data):
                 self._dispatch(event)
             self._to_send.notify()  # acknowledgements, answers to pings
-            # Not a wait: two ends that both wait for the other to read would do so for ever. Writers of this
-            # side add one piece each beyond the limit.
+            # An error rather than a wait: two ends that both wait for the other to read would wait forever.
+            # Writers of this side add one piece each beyond the limit.
             if self._session.pending > _PENDING_BYTES_MAX + (self._session.streams + 1) * yamux.PIECE_BYTES:
                 raise PeerError("it reads no answers to what it asks for")
             self._events.received(self)
-            if count % _READS_IN_A_ROW == 0:  # what has arrived is read without a wait: others must run
+            # reading what has arrived never waits, so other tasks would not run
+            if count % _READS_IN_A_ROW == 0:
                 await asyncio.sleep(0)
 
     def _dispatch(self, event: yamux.Event) -> None:
@@ -334,7 +356,7 @@ class PeerConnection:
                     self._forget(event.stream)
 
     async def _run_writing(self) -> None:
-        # The only task that writes, and nobody cancels it while the connection lives: half a message would
+        # Only this task writes, and nothing cancels it while the connection is open: half a message would
         # break the encryption of all streams.
         while True:
             await self._to_send.wait()
@@ -344,8 +366,8 @@ class PeerConnection:
                     self._room.set()
 
     async def _run_pings(self) -> None:
-        """Ping the peer. What counts is that anything arrives: an answer may be behind much data on a slow
-        link.
+        """Ping the peer. Any data from the peer counts as a sign of life, because on a slow link the answer
+        may be queued behind much data.
         """
         while True:
             sent_s = time.monotonic()

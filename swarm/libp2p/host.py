@@ -1,8 +1,7 @@
 """This process as a peer of libp2p: connections by Noise and yamux, and the streams that others open.
 
-It runs on one event loop. Nothing that a stranger sends or leaves out makes it hold more than its limits, run
-longer than its deadlines, or end: what breaks a rule loses its stream or connection, and is named in
-`faults`.
+It runs on one event loop. Nothing that a stranger sends or omits can make it exceed its limits or deadlines,
+or end it. A peer that breaks a rule loses its stream or connection, and is named in `faults`.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from ipaddress import ip_address
 from swarm.core.errors import NetworkError, PeerError, SwarmError, UsageError
 from swarm.core.identity import Identity
 from swarm.core.ids import Address, PeerId
-from swarm.libp2p.agreement import answer, propose
+from swarm.libp2p.agreement import answer, confirm, propose
 from swarm.libp2p.connection import NEGOTIATION_S, MuxedStream, PeerConnection
 from swarm.libp2p.logic import yamux
 from swarm.libp2p.logic.admission import ConnectionCounts
-from swarm.libp2p.noise import PROTOCOL, Noise
+from swarm.libp2p.noise import Noise
 from swarm.libp2p.pipes import Pipe, PortInUse, TcpPipe, serve
 from swarm.libp2p.racing import Races
 from swarm.net.scope import ip_of
@@ -32,14 +31,15 @@ from swarm.runtime.supervise import Supervisor
 
 _logger = logging.getLogger(__name__)
 
-HANDSHAKE_S = 10.0  # from the first byte to streams; too short: a busy machine does not get round to it
+# time from the first byte to an established connection; too short: a busy machine fails handshakes
+HANDSHAKE_S = 10.0
 DIAL_S = 10.0
-IDLE_S = 120.0  # that a connection may be without streams and without anybody who needs it
-HELD_BYTES_MAX = 128 << 20  # that all connections hold for readers and writers who do not take them
-_HELD_STEP_BYTES = 16 << 10  # more of one connection, before all are added up
+IDLE_S = 120.0  # a connection without streams and without users is closed after this time
+HELD_BYTES_MAX = 128 << 20  # unread and unsent bytes of all connections
+_HELD_STEP_BYTES = 16 << 10  # growth of one connection's buffers that triggers a new sum over all connections
 HOUSEKEEPING_S = 5.0
-REPLACED_S = 2.0  # without streams, after which a relayed connection is closed beside a direct one
-_LINGER_S = 10.0  # that a stream which was answered may stay half open
+REPLACED_S = 2.0  # idle time after which a relayed connection is closed if there is a direct one
+_LINGER_S = 10.0  # time that an answered stream may stay half open
 _FAULTS_MAX = 64
 _DIALED_MAX = 64  # remembered addresses to which a connection may be under way
 
@@ -48,7 +48,7 @@ Handler = Callable[[MuxedStream], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Something that somebody else did wrong. `who`: a PeerID, or the IP address of one without."""
+    """A fault of another peer. `who`: a PeerID, or an IP address if the PeerID is not known."""
 
     who: str
     what: str
@@ -57,7 +57,7 @@ class Fault:
 class Host:
     """A peer of libp2p. `start` it on an event loop, and `close` it there.
 
-    Raises UsageError when the installed py-libp2p is not the version that was tried.
+    Raises UsageError if the installed version of py-libp2p is not the tested one.
     """
 
     def __init__(self, identity: Identity) -> None:
@@ -68,7 +68,8 @@ class Host:
         self.faults: deque[Fault] = deque(maxlen=_FAULTS_MAX)
         self.at_connected: list[Callable[[PeerConnection], None]] = []
         self.at_ended: list[Callable[[PeerConnection], None]] = []
-        # by IP address: peers that dial this one while it dials them, and then answer as if they were dialed
+        # by IP address: peers that this one dials while they dial it, and which must answer as if they were
+        # dialed
         self.crossing: dict[str, PeerId] = {}
         self.listening: Address | None = None  # an IP address and a port
         self.admission = ConnectionCounts()
@@ -104,13 +105,13 @@ class Host:
             self._server.close()
         for connection in list(self._connections):
             connection.close()
-        for pipe in self._handshaking:  # a task that is cancelled before it begins closes nothing
+        for pipe in self._handshaking:  # a task that is cancelled before it begins does not close its pipe
             pipe.close()
         await self.supervisor.close()
 
     def handle(self, protocol: str, handler: Handler, *, direct_only: bool = False) -> None:
-        """Call `handler` with each stream that a peer opens for this protocol. The stream ends after it.
-        `direct_only`: not those that come through a relay.
+        """Call `handler` with each stream that a peer opens for this protocol. The stream ends when the
+        handler returns. `direct_only`: refuse streams that come through a relay.
         """
         self._handlers[protocol] = handler
         if direct_only:
@@ -128,7 +129,7 @@ class Host:
 
     @property
     def announced(self) -> list[Address]:
-        """Return the addresses that this host names to others."""
+        """Return the addresses that this host announces to others."""
         listening = self.listening
         return [listening] if listening is not None and not ip_address(listening.host).is_unspecified else []
 
@@ -146,9 +147,9 @@ class Host:
     async def connect(
         self, peer_id: PeerId, addresses: Sequence[Address], timeout_s: float = DIAL_S
     ) -> PeerConnection:
-        """Return a direct connection to a peer: one that is open, or the first that can be had at one of its
-        addresses, each of which is tried 0.25 s after the one before. Raises NetworkError that names what
-        failed, DeadlineExceeded after `timeout_s`.
+        """Return a direct connection to a peer: an open one, or the first that can be opened at one of its
+        addresses. Attempts begin 0.25 s apart. Raises NetworkError that names what failed, DeadlineExceeded
+        after `timeout_s`.
         """
         if peer_id == self.peer_id:
             raise UsageError(f"{peer_id} is this peer itself")
@@ -158,21 +159,21 @@ class Host:
         return await self._races.run(peer_id, lambda: self.direct(peer_id), attempts, timeout_s)
 
     def direct(self, peer_id: PeerId) -> PeerConnection | None:
-        """Return an open connection to a peer through no relay."""
+        """Return an open direct connection to a peer."""
         known = self.connection(peer_id)
         return known if known is not None and known.relay is None else None
 
     async def _dial(self, peer_id: PeerId, address: Address) -> PeerConnection:
         try:
             return await self.dial(peer_id, address)
-        except PortInUse:  # a connection to it from the own port has just ended
+        except PortInUse:  # a connection to this address from the host's port has just ended
             pipe = await TcpPipe.connect(address.host, address.port)
             return await self.secure(pipe, is_client=True, expected=peer_id, remote=address)
 
     async def dial(self, peer_id: PeerId, address: Address, *, is_client: bool = True) -> PeerConnection:
-        """Make a direct connection to a peer at this address, from the port at which this host listens, if it
-        does. `is_client`: as the side that has dialed. Raises NetworkError or PeerError; the caller sets a
-        time limit for connecting.
+        """Make a direct connection to a peer at this address, from the host's listening port if it has one.
+        `is_client`: act as the side that has dialed. Raises NetworkError or PeerError; the caller sets a time
+        limit for connecting.
         """
         self._dialed.append((address.host, address.port))
         pipe = await TcpPipe.connect(address.host, address.port, self._source(address.host))
@@ -193,20 +194,17 @@ class Host:
         remote: Address | None = None,
         relay: PeerId | None = None,
     ) -> PeerConnection:
-        """Secure a pipe, and run the connection. `is_client`: this side has dialed. `expected`: who
-        must be there; None: anybody. `remote` or `relay`: where the pipe leads. Raises NetworkError or
-        PeerError, and the pipe is closed then.
+        """Secure a pipe, and run the connection. `is_client`: this side has dialed. `expected`: the PeerID
+        required at the other end; None: any. `remote` or `relay`: the other end of the pipe. Raises
+        NetworkError or PeerError after closing the pipe.
         """
         connection = None
         try:
             async with asyncio.timeout(HANDSHAKE_S):
-                if is_client:
-                    await propose(pipe, PROTOCOL)
-                else:
-                    await answer(pipe, frozenset([PROTOCOL]))
                 channel = await self.noise.handshake(pipe, is_client=is_client, expected=expected)
-                if is_client:
+                if is_client:  # and wait: a peer that refuses this one says so now, and others are tried
                     await propose(channel, yamux.PROTOCOL)
+                    await confirm(channel, yamux.PROTOCOL)
                 else:
                     await answer(channel, frozenset([yamux.PROTOCOL]))
             connection = self._register(
@@ -275,14 +273,14 @@ class Host:
         self.supervisor.spawn(name, handshake).add_done_callback(ended)
 
     def fault(self, who: str, what: str) -> None:
-        """Remember what somebody did wrong."""
+        """Record a fault of another peer."""
         fault = Fault(who, what)
-        if not self.faults or self.faults[-1] != fault:  # a flood is one fault
+        if not self.faults or self.faults[-1] != fault:  # repeated equal faults are recorded once
             _logger.debug("%s: %s", who, what)
             self.faults.append(fault)
 
     def opened(self, stream: MuxedStream) -> None:
-        """Serve a stream that a peer has opened (`Events`)."""
+        """Serve a stream that a peer has opened (see `Events`)."""
         if reason := self.admission.serve(stream.connection.host):
             stream.close()
             self.fault(str(stream.peer_id), reason)
@@ -298,7 +296,9 @@ class Host:
         serving.add_done_callback(ended)
 
     def received(self, connection: PeerConnection) -> None:
-        """Close the connection that holds most when all hold too much (`Events`)."""
+        """Close the connection with the largest buffers if all buffers together are too large (see
+        `Events`).
+        """
         if connection.take_refused():
             self.fault(str(connection.peer_id), f"it opened more than {yamux.STREAMS_MAX} streams at a time")
         held = connection.held
@@ -309,7 +309,7 @@ class Host:
         if sum(one.held for one in self._connections) > HELD_BYTES_MAX:
             most = max(self._connections, key=lambda one: one.held)
             self.fault(str(most.peer_id), f"it made this peer hold {most.held} bytes")
-            most.close("this peer holds too many bytes that nobody takes")
+            most.close("the connection's unread and unsent data exceeded the limit of this host")
 
     async def _serve(self, stream: MuxedStream) -> None:
         try:

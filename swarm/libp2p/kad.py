@@ -1,4 +1,4 @@
-"""A client of libp2p's kad-dht: it asks servers of the DHT, and answers nobody."""
+"""A client of libp2p's kad-dht: it queries servers of the DHT, and serves no queries."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from swarm.libp2p.logic.kad import (
     encode_question,
 )
 
-QUESTION_S = 5.0  # to dial a peer, and for its answer
+QUESTION_S = 5.0  # timeout for dialing a peer and its answer
 SEARCH_S = 30.0
 
 
 class KadClient:
-    """Questions to a DHT from one host."""
+    """Queries to a DHT from one host."""
 
     def __init__(self, host: Host, dialable: Callable[[Sequence[Contact]], list[Contact]]) -> None:
-        """`dialable` returns those of these peers, with those addresses, that may be dialed."""
+        """`dialable` filters peers and their addresses: it returns those that may be dialed."""
         self._host, self._dialable = host, dialable
 
     async def provide(self, key: bytes, own: Contact, bootstrap: Sequence[Contact]) -> int:
-        """Tell the servers nearest to a key that this peer provides it, at the addresses of its gRPC port.
-        Return how many were told. Raises NetworkError when no bootstrap peer answers.
+        """Register this peer, with the addresses of its gRPC port, as a provider at the servers nearest to a
+        key. Return the number of these servers. Raises NetworkError when no bootstrap peer answers.
         """
         lookup, _ = await self._search(KadKind.FIND_NODE, key, bootstrap)
         message = encode_question(KadKind.ADD_PROVIDER, key, own)
@@ -46,7 +46,8 @@ class KadClient:
                     stream = await connection.open(KAD_PROTOCOL)
                     await stream.write_message(message)
                     stream.finish()
-                    with contextlib.suppress(NetworkError):  # there is no answer; some reset the stream
+                    # servers do not answer this message; some reset the stream
+                    with contextlib.suppress(NetworkError):
                         await stream.read()
                     stream.close()
             except (SwarmError, TimeoutError):
@@ -54,12 +55,12 @@ class KadClient:
             return True
 
         async with asyncio.TaskGroup() as group:
-            told = [group.create_task(tell(peer)) for peer in lookup.nearest]
-        return sum(task.result() for task in told)
+            announcements = [group.create_task(tell(peer)) for peer in lookup.nearest]
+        return sum(task.result() for task in announcements)
 
     async def providers(self, key: bytes, bootstrap: Sequence[Contact]) -> list[Contact]:
-        """Return peers that say that they provide a key, at most 16, with the addresses of their gRPC ports.
-        Raises NetworkError when no bootstrap peer answers.
+        """Return at most 16 peers that claim to provide a key, with the addresses of their gRPC ports. Raises
+        NetworkError when no bootstrap peer answers.
         """
         _, found = await self._search(KadKind.GET_PROVIDERS, key, bootstrap)
         return found

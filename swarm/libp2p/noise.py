@@ -1,11 +1,11 @@
 """Noise: encryption and proof of PeerIDs on a connection, by the handshake of py-libp2p. Only this file
-imports that library, and only its Noise handshake and its keys.
+imports that library, and uses only its Noise handshake and its keys.
 
-The other parts of version 0.8.1 that a host needs fail where strangers connect; docs/decisions/0040 lists the
-faults and how each is avoided. In the parts that are used, this module changes the following:
+The other parts of version 0.8.1 that a host needs fail when strangers connect; docs/decisions/0040 lists the
+faults and how each is avoided. This module changes the used parts as follows:
 
-- Another version of the library, or another source text of these parts, is refused, because the changes were
-  made for the text that was read.
+- A different version of the library, or a different source text of these parts, is refused, because the
+  changes were made for the reviewed text.
 - Noise is the only security protocol. The library's own default also accepts `/plaintext/2.0.0`, which takes
   anybody who knows a public key for its owner. There is no list to which a protocol could be added.
 - A handshake that fails raises PeerError or NetworkError. The library passes on errors of protobuf, `noise`
@@ -29,17 +29,18 @@ from typing import Any
 from swarm.core.errors import NetworkError, PeerError, UsageError
 from swarm.core.identity import Identity
 from swarm.core.ids import PeerId
+from swarm.libp2p.agreement import answer, confirm, propose
 from swarm.libp2p.pipes import Pipe
 
 PROTOCOL = "/noise"
 VERSION = "0.8.1"
-# SHA-256 of the source text of the modules that were read and tried
+# SHA-256 of the source text of the reviewed and tested modules
 SOURCES = {
     "libp2p.security.noise.io": "a2194d3c2695e688061ea0efbdbaf26522d4522fd600b2e36fd9394fafaa247f",
     "libp2p.security.noise.messages": "5add6ddf05b91315c90774669b4656b1c9c5d1045651dd954c4157d86ed173a2",
     "libp2p.security.noise.patterns": "07410f643eb4a9883613a9b6156447918b2d9b9923581054e9df00132be5bb29",
 }
-HANDSHAKE_BYTES_MAX = 4096  # both messages of a peer together; an honest one's have about 250
+HANDSHAKE_BYTES_MAX = 4096  # both messages of a peer together; those of an honest peer have about 250
 _MESSAGE_BYTES_MAX = 65_535
 PLAINTEXT_BYTES_MAX = _MESSAGE_BYTES_MAX - 16  # of one message, which carries a tag
 
@@ -55,7 +56,7 @@ class _Library:
 
 
 def check(version: str, sources: Mapping[str, str]) -> None:
-    """Raise UsageError unless `version` and the digests `sources` are those that this module is made for."""
+    """Raise UsageError unless `version` and the digests `sources` are those for which this module is made."""
     other = [name for name, digest in SOURCES.items() if sources.get(name) != digest]
     if version != VERSION or other:
         what = f"version {version}" if version != VERSION else f"changed files ({', '.join(other)})"
@@ -67,9 +68,9 @@ def check(version: str, sources: Mapping[str, str]) -> None:
 
 @functools.cache
 def _library() -> _Library:
-    """Import what is used of py-libp2p: 0.5 s and 51 MB, the first time."""
+    """Import the used parts of py-libp2p. The first import takes 0.5 s and 51 MB."""
     version = importlib.metadata.version("libp2p")
-    if version != VERSION:  # before the import, which runs all of it
+    if version != VERSION:  # check before the import, which runs the code
         check(version, SOURCES)
     from libp2p.crypto.ed25519 import Ed25519PrivateKey
     from libp2p.crypto.x25519 import create_new_key_pair
@@ -99,14 +100,18 @@ class Noise:
         self._own = self._library.peer_id(identity.peer_id.to_bytes())
 
     async def handshake(self, pipe: Pipe, *, is_client: bool, expected: PeerId | None) -> SecureChannel:
-        """Agree on keys over a connection, and return the secured channel to the peer that has proven to be
-        its other end. `is_client`: this side has dialed. `expected`: who must be there; None: anybody.
+        """Agree on Noise and on keys over a connection, and return the secured channel to the peer that has
+        proven its PeerID. `is_client`: this side has dialed. `expected`: the required PeerID; None: any.
 
-        Raises NetworkError when the connection ends, PeerError when the handshake fails or somebody else is
-        there. It may wait for ever: the caller sets a time limit.
+        Raises NetworkError when the connection ends, PeerError when the handshake fails or another peer
+        answers. Has no timeout of its own: the caller sets one.
         """
         pattern = self._library.pattern(self._own, self._key, self._static)
-        reading = _Handshaking(pipe)
+        reading = _Handshaking(pipe, is_proposed=is_client)
+        if is_client:
+            await propose(pipe, PROTOCOL)
+        else:
+            await answer(pipe, frozenset([PROTOCOL]))
         try:
             if is_client:
                 session = await pattern.handshake_outbound(reading, None)
@@ -123,13 +128,18 @@ class Noise:
 
 
 class _Handshaking:
-    """The pipe as the library's handshake reads and writes it, up to a limit."""
+    """The pipe as the library's handshake uses it, with a limit of bytes. `is_proposed`: the answer to the
+    proposal of Noise comes before the peer's first message.
+    """
 
-    def __init__(self, pipe: Pipe) -> None:
-        self._pipe = pipe
+    def __init__(self, pipe: Pipe, *, is_proposed: bool) -> None:
+        self._pipe, self._is_proposed = pipe, is_proposed
         self._left = HANDSHAKE_BYTES_MAX
 
     async def read(self, size: int) -> bytes:
+        if self._is_proposed:
+            self._is_proposed = False
+            await confirm(self._pipe, PROTOCOL)
         self._left -= size
         if self._left < 0:
             raise PeerError(f"its Noise handshake has more than {HANDSHAKE_BYTES_MAX} bytes")

@@ -1,4 +1,4 @@
-"""Pipes, over which secured connections run: TCP connections, and streams through relays."""
+"""Pipes, the transports of secured connections: TCP connections, and streams through relays."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from swarm.core.errors import NetworkError
 from swarm.core.ids import Address
 from swarm.runtime.sockets import Endpoint
 
-_READ_BYTES_MAX = 256 << 10  # read ahead of one TCP connection
-_PIECE_BYTES = 65_000  # that one frame of yamux carries
+_READ_BYTES_MAX = 256 << 10  # read-ahead buffer of one TCP connection
+_PIECE_BYTES = 65_000  # payload of one yamux frame
 _REUSE_PORT: int | None = getattr(
     socket, "SO_REUSEPORT", None
 )  # None: a listening port cannot be dialed from
@@ -22,7 +22,7 @@ _NO_PORT = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EINVAL)
 
 
 class PortInUse(NetworkError):
-    """A connection cannot be made from the given port: there is one to that address already."""
+    """A connection cannot be made from the given port, because one to that address exists already."""
 
 
 class Pipe(Protocol):
@@ -33,7 +33,7 @@ class Pipe(Protocol):
         ...
 
     async def write(self, data: bytes) -> None:
-        """Send bytes; wait while the other end takes none."""
+        """Send bytes; wait while the other end accepts none."""
         ...
 
     def close(self) -> None:
@@ -56,8 +56,8 @@ class TcpPipe:
         """Connect; with `source` from this IP address and port of the machine, at which it may listen as well
         (`serve` with `is_shared`), to an IP address of the same version.
 
-        Raises NetworkError when nobody answers there, PortInUse when `source` cannot be used. The caller sets
-        a time limit.
+        Raises NetworkError when there is no answer, PortInUse when `source` cannot be used. The caller sets a
+        time limit.
         """
         try:
             if source is None or _REUSE_PORT is None:
@@ -99,7 +99,7 @@ class TcpPipe:
         try:
             self._writer.write(data)
             await self._writer.drain()
-        except (OSError, RuntimeError):  # RuntimeError: of uvloop
+        except (OSError, RuntimeError):  # uvloop raises RuntimeError
             raise NetworkError("the connection has ended") from None
 
     def close(self) -> None:

@@ -1,11 +1,11 @@
 """Hole punching: a direct connection between two peers that reach each other through a relay (DCUtR).
 
 Both dial each other at the same time, from the ports at which they listen, so that each router takes the
-other's connection for an answer. The peer that the relayed connection has come to begins, as soon as it
-stands; it acts as the server of the new connection, even if its own dial gets through.
+other's connection for an answer. The peer that accepted the relayed connection begins as soon as that is
+established. It acts as the server of the new connection, even if its own dial succeeds.
 
 py-libp2p's own driver begins after 2 s, dials private addresses first, for 10 s each, and closes the relayed
-connection after 60 s, whatever runs on it (docs/decisions/0039).
+connection after 60 s, even if it is in use (docs/decisions/0039).
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from swarm.libp2p.logic.punching import Punches
 _logger = logging.getLogger(__name__)
 
 DIAL_S = 2.5
-_EXCHANGE_S = 10.0  # until both know each other's addresses
-_AGAIN_S = 0.1  # between two dials: a router that knows no connection yet refuses the first
-_OBSERVED_S = 2.0  # for relays to say where they see this peer
-_ADDRESSES_MAX = 3  # of a peer, that are dialed
-_PORT_MIN = 1024  # below are services that no peer has reason to name
-_BUSY_S = 5.0  # before another look, while too many attempts are under way
+_EXCHANGE_S = 10.0  # timeout of the exchange of addresses
+_AGAIN_S = 0.1  # pause between two dials: a router without an entry for the connection refuses the first
+_OBSERVED_S = 2.0  # timeout for relays to report this peer's observed address
+_ADDRESSES_MAX = 3  # addresses of a peer that are dialed
+_PORT_MIN = 1024  # lower ports belong to services that no peer needs to name
+_BUSY_S = 5.0  # retry interval while too many attempts are under way
 
 MayDialFn = Callable[[PeerId, Address], bool]
 
 
 class Punching:
-    """Replaces relayed connections of a host by direct ones where routers let it.
+    """Replaces relayed connections of a host by direct ones if the routers permit it.
 
     `may_dial(peer_id, address)` returns whether an address that a peer names may be dialed. `on_direct` is
-    called with each peer to which a direct connection has come up beside a relayed one.
+    called with each peer that has a relayed connection and now also a direct one.
     """
 
     def __init__(
@@ -61,10 +61,12 @@ class Punching:
         self._host, self._clock = host, clock
         self._may_dial, self._on_direct = may_dial, on_direct
         self._punches = Punches()
-        self._upgrading: set[PeerId] = set()  # whose relayed connections a task is to replace
-        self._asking: dict[PeerId, PeerConnection] = {}  # on which this side has begun, and is not over
+        self._upgrading: set[PeerId] = set()  # peers with a task that replaces their relayed connections
+        # relayed connections with an attempt that this side began and that has not ended
+        self._asking: dict[PeerId, PeerConnection] = {}
         self._awaited: dict[PeerId, asyncio.Event] = {}
-        self._observed: dict[PeerConnection, Address] = {}  # where this peer is seen, by who says so
+        # observed address of this peer, by the relay that reports it
+        self._observed: dict[PeerConnection, Address] = {}
         self._identifying: set[asyncio.Task[None]] = set()
         host.handle(PUNCH_PROTOCOL, self._answer)
         host.at_connected.append(self._connected)
@@ -73,6 +75,7 @@ class Punching:
     def _connected(self, connection: PeerConnection) -> None:
         peer_id = connection.peer_id
         if connection.relay is not None:
+            _logger.debug("%s is connected through the relay %s", peer_id.short, connection.relay.short)
             if not connection.is_client and peer_id not in self._upgrading:
                 self._upgrading.add(peer_id)
                 upgrading = self._host.supervisor.spawn(
@@ -100,13 +103,13 @@ class Punching:
         try:
             observed = decode_address((await identify(relay)).observed)
         except SwarmError as error:
-            self._host.fault(str(relay.peer_id), f"it does not say where it sees this peer: {error}")
+            self._host.fault(str(relay.peer_id), f"it does not report this peer's observed address: {error}")
             return
         if not relay.ended:
             self._observed[relay] = observed
 
     async def _own_addresses(self) -> tuple[bytes, ...]:
-        """Return where relays see the port from which this host dials."""
+        """Return the addresses at which relays observe the port from which this host dials."""
         if self._identifying:
             await asyncio.wait(self._identifying, timeout=_OBSERVED_S)
         return tuple(encode_address(one) for one in dict.fromkeys(self._observed.values()))
@@ -149,12 +152,12 @@ class Punching:
                 await _send(stream, PunchKind.SYNC)
                 stream.finish()
             if self._asking.pop(peer_id, None) is relayed:
-                await asyncio.sleep(round_trip_s / 2)  # until the peer has the sign
+                await asyncio.sleep(round_trip_s / 2)  # until the peer has received the signal
                 has_worked = await self._punch(peer_id, addresses, is_client=False)
                 self._punches.end(peer_id, self._clock.monotonic_s(), has_worked=has_worked)
         except (SwarmError, TimeoutError) as error:
             if self._asking.pop(peer_id, None) is relayed:
-                if relayed.ended:  # that says nothing about routers
+                if relayed.ended:  # an ended relayed connection says nothing about the routers
                     self._punches.give_way(peer_id)
                 else:
                     self._punches.end(peer_id, self._clock.monotonic_s(), has_worked=False)
@@ -167,9 +170,9 @@ class Punching:
         """Take part in the attempt of a peer that this one has called through a relay."""
         peer_id = stream.peer_id
         if stream.connection.relay is None or not stream.connection.is_client:
-            raise PeerError("it wants to punch a hole, and was not called through a relay")
+            raise PeerError("it wants to punch a hole, but was not called through a relay")
         if peer_id in self._asking and peer_id.to_bytes() < self._host.peer_id.to_bytes():
-            # Each has called the other, and both have begun: the one with the lower PeerID goes on.
+            # Each has called the other and both have begun: the peer with the lower PeerID continues.
             del self._asking[peer_id]
             self._punches.give_way(peer_id)
         if reason := self._punches.begin(peer_id, self._clock.monotonic_s(), is_asked=True):
@@ -178,7 +181,7 @@ class Punching:
         try:
             async with asyncio.timeout(_EXCHANGE_S):
                 addresses = self._named(peer_id, await _receive(stream, PunchKind.CONNECT))
-                # before the answer: the peer's dial may be here before its sign
+                # set before the answer, because the peer's dial may arrive before its signal
                 hosts = {one.host for one in addresses}
                 self._host.crossing.update(dict.fromkeys(hosts, peer_id))
                 await _send(stream, PunchKind.CONNECT, await self._own_addresses())
@@ -191,19 +194,21 @@ class Punching:
             self._punches.end(peer_id, self._clock.monotonic_s(), has_worked=has_worked)
 
     def _named(self, peer_id: PeerId, message: HolePunch) -> list[Address]:
-        """Return the addresses a peer names at which it may be dialed: no private ones if it is far away."""
+        """Return the named addresses of a peer at which it may be dialed: no private ones if the peer is in
+        another network.
+        """
         found: dict[Address, None] = {}
         for raw in message.addresses:
             try:
                 address = decode_address(raw)
             except PeerError:
-                continue  # of a transport that this host does not have
+                continue  # an address of a transport that this host does not support
             if address.port >= _PORT_MIN and self._may_dial(peer_id, address):
                 found[address] = None
         return list(found)[:_ADDRESSES_MAX]
 
     async def _punch(self, peer_id: PeerId, addresses: Sequence[Address], *, is_client: bool) -> bool:
-        """Dial a peer, which dials this one, and return whether there is a direct connection then."""
+        """Dial a peer while it dials this one. Return whether there is a direct connection afterwards."""
         connected = self._awaited[peer_id] = asyncio.Event()
         if self._host.direct(peer_id) is not None:
             connected.set()

@@ -1,4 +1,4 @@
-"""Several ways to one peer at once: the first that works wins."""
+"""Try several ways to connect to one peer; the first that succeeds is used."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from weakref import WeakValueDictionary
 from swarm.core.errors import DeadlineExceeded, NetworkError, SwarmError
 from swarm.core.ids import PeerId
 
-STAGGER_S = 0.25  # between the beginnings of two attempts
+STAGGER_S = 0.25  # delay between the starts of two attempts
 T = TypeVar("T")
 
 
 class Races(Generic[T]):
-    """Attempts to reach peers, at each peer by one caller at a time. A caller that begins meanwhile takes the
-    result of that one, or tries after it.
+    """Attempts to reach peers, by one caller at a time for each peer. A second caller uses the result of the
+    first, or tries after it.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Races(Generic[T]):
 
 
 async def _first_of(attempts: Sequence[tuple[str, Callable[[], Awaitable[T]]]], what: str) -> T:
-    """Return the result of the first attempt that succeeds. Each begins 0.25 s after the one before, or as
+    """Return the result of the first attempt that succeeds. Each begins 0.25 s after the previous one, or as
     soon as that has failed. The others are cancelled.
     """
     won: list[T] = []

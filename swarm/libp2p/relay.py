@@ -1,7 +1,7 @@
 """A relay: serves reservations and circuits to peers that cannot be called (circuit relay v2, hop side).
 
-py-libp2p's own relay reserves for whomever a message names, and ends all circuits of a peer with the first
-one (docs/decisions/0040). What may be granted is decided in `logic/relaying.py`.
+py-libp2p's own relay makes reservations for any peer that a message names, and ends all circuits of a peer
+with the first one (docs/decisions/0040). `logic/relaying.py` decides about requests.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from swarm.libp2p.logic.relaying import Circuit, RelayAnswer, RelayLimits, Relay
 from swarm.libp2p.splicing import splice
 from swarm.net.logic.relay_counts import RelayCounts
 
-MESSAGE_S = 10.0  # for a message to come after its stream was opened
-OPEN_S = 10.0  # for the target of a circuit to accept it
-CIRCUIT_IDLE_S = 120.0  # that one direction may carry nothing; a connection inside pings more often
+MESSAGE_S = 10.0  # timeout from opening a stream to its message
+OPEN_S = 10.0  # timeout for the target of a circuit to accept it
+CIRCUIT_IDLE_S = 120.0  # idle limit of one direction; a connection inside the circuit pings more often
 
 
 class RelayService:
@@ -51,7 +51,7 @@ class RelayService:
         host.at_ended.append(self._ended)
 
     def counts(self) -> RelayCounts:
-        """Return what this relay has done and does."""
+        """Return counts of this relay's past and present work."""
         return self.relay.counts(self._clock.monotonic_s())
 
     async def _serve(self, stream: MuxedStream) -> None:
@@ -72,9 +72,9 @@ class RelayService:
             await self._refuse(stream, Status.UNEXPECTED_MESSAGE, "it sent a relay an answer")
 
     async def _reserve(self, stream: MuxedStream, now_s: float) -> None:
-        if stream.connection.ended:  # what had arrived before is read nevertheless
+        if stream.connection.ended:  # data that arrived earlier can still be read
             raise NetworkError(stream.connection.ended)
-        # of the peer at the other end, whomever the message names
+        # for the peer at the other end, no matter which peer the message names
         decision = self.relay.reserve(stream.peer_id, stream.connection.host, now_s)
         if decision.status is not Status.OK:
             await self._refuse(stream, decision.status, f"a reservation was refused: {decision.reason}")
@@ -159,7 +159,7 @@ class RelayService:
             self._kept[connection.peer_id] = connection
 
     def _ended(self, connection: PeerConnection) -> None:
-        # The next connection of the peer makes a reservation of its own.
+        # A new connection of the peer must make a new reservation.
         if self._kept.get(connection.peer_id) is connection:
             del self._kept[connection.peer_id]
             self.relay.leave(connection.peer_id)

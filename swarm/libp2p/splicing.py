@@ -1,4 +1,4 @@
-"""Carrying bytes between two ends, as a relay and a tunnel do."""
+"""Copy bytes between two ends, for relays and tunnels."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-from swarm.core.errors import NetworkError
+from swarm.core.errors import NetworkError, SwarmError
 
 
 class SpliceEnd(Protocol):
@@ -17,7 +17,7 @@ class SpliceEnd(Protocol):
         ...
 
     async def write(self, data: bytes) -> None:
-        """Send bytes; wait while the other side takes none."""
+        """Send bytes; wait while the other side accepts none."""
         ...
 
     def finish(self) -> None:
@@ -28,11 +28,10 @@ class SpliceEnd(Protocol):
 async def splice(
     one: SpliceEnd, other: SpliceEnd, pace: Callable[[int], float] | None = None, idle_s: float | None = None
 ) -> None:
-    """Carry bytes between two ends in both directions until both have finished.
+    """Copy bytes between two ends in both directions until both have finished.
 
-    `pace(size)` returns how many seconds to wait with `size` bytes before they are sent on. `idle_s`: the
-    time after which an end that sends nothing is given up; None: never. Raises NetworkError when an end is
-    gone.
+    `pace(size)` returns the seconds to wait before `size` bytes are forwarded. `idle_s`: an end that sends
+    nothing for this time is closed; None: never. Raises NetworkError when an end is gone.
     """
 
     async def pump(source: SpliceEnd, sink: SpliceEnd) -> None:
@@ -54,7 +53,7 @@ async def splice(
         async with asyncio.TaskGroup() as group:
             group.create_task(pump(one, other))
             group.create_task(pump(other, one))
-    except* NetworkError as failed:
+    except* SwarmError as failed:
         errors += [str(error) for error in failed.exceptions]
     if errors:
         raise NetworkError(errors[0])

@@ -23,7 +23,7 @@ from swarm.runtime.sockets import Endpoint
 class Stack:
     """A host with circuits and tunnels, and a relay once `offer_relay` was called.
 
-    `on_change` is called when the relays change at which this peer has reservations.
+    `on_change` is called when the set of relays with a reservation of this peer changes.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class Stack:
     async def start(
         self, listening: Endpoint | None, may_dial: MayDialFn, on_direct: Callable[[PeerId], None]
     ) -> None:
-        """Begin to work. `listening`: the IP address and port of the machine at which to listen, or at
-        another port where this one is taken; None: nowhere. The other parameters are those of `Punching`.
+        """Start. `listening`: the IP address and port at which to listen; if the port is taken, another one
+        is used; None: do not listen. The other parameters are those of `Punching`.
         """
         Punching(self.host, self._clock, may_dial, on_direct)
         await self.host.start()
@@ -57,20 +57,20 @@ class Stack:
             await self.host.listen(listening[0], 0)
 
     def take_calls(self, server: Address) -> None:
-        """Keep reservations, and pass the calls that come through relays to this gRPC server."""
+        """Keep reservations, and forward calls that come through relays to this gRPC server."""
         self.tunnels.serve(server)
         self.host.supervisor.spawn("reservations at relays", self.circuits.run, restart=True)
 
     def offer_relay(self, bytes_per_s: float) -> RelayService:
-        """Begin to relay for others at this rate, and return the service."""
+        """Start to relay for others at this rate, and return the service."""
         limits = RelayLimits(bytes_per_s=bytes_per_s)
         self.relay = RelayService(self.host, limits, self._standing, self._clock)
         return self.relay
 
     async def look_at(self, relay: Contact) -> tuple[float, Address | None]:
-        """Return the round-trip time to a relay in seconds, and where it sees this host call from; None where
-        that does not show what a router does: the host has not dialed it from the port at which it listens.
-        Raises SwarmError when it does not answer.
+        """Return the round-trip time to a relay in seconds, and this host's address as the relay observes it.
+        The address is None if the host did not dial from its listening port, because it then says nothing
+        about the router. Raises SwarmError when it does not answer.
         """
         connection = await self.host.connect(relay.peer_id, relay.addresses)
         round_trip_s = await ping(connection)
@@ -80,7 +80,7 @@ class Stack:
 
     @property
     def listening(self) -> tuple[Endpoint, ...]:
-        """Return where its sockets listen."""
+        """Return the addresses at which its sockets listen."""
         own = self.host.listening
         return (*self.tunnels.listening, *([(own.host, own.port)] if own is not None else []))
 
@@ -90,6 +90,6 @@ class Stack:
         return self.host.dialed | self.tunnels.dialed
 
     async def close(self) -> None:
-        """End all of it."""
+        """Close all parts."""
         await self.tunnels.close()
         await self.host.close()

@@ -23,11 +23,11 @@ from swarm.runtime.sockets import Endpoint
 
 GRPC_PROTOCOL = "/swarm/grpc/1"
 TARGETS_MAX = 256  # peers for which a port is open
-PER_PEER_MAX = 8  # connections to a peer, and of one; gRPC needs one for each of its lanes
+PER_PEER_MAX = 8  # connections to a peer, and connections of a peer
 SERVED_MAX = 256  # connections of all peers to the own gRPC port
 _LOOPBACK = "127.0.0.1"
 _LOCAL_DIAL_S = 5.0
-_PLACE_S = 30.0  # that an end is remembered after its tunnel
+_PLACE_S = 30.0  # time that an end is remembered after its tunnel has closed
 
 
 @dataclass(slots=True, eq=False)
@@ -42,19 +42,19 @@ class _Target:
 
 
 class Tunnels:
-    """The tunnels of a host in both directions. `close` ends those of this side; it must be called before the
-    host is closed, or with it, which ends those of others.
+    """The tunnels of a host in both directions. `close` ends the tunnels of this side; call it before or
+    together with closing the host, which ends the tunnels of other peers.
     """
 
     def __init__(self, host: Host, circuits: Circuits) -> None:
         self._host, self._circuits = host, circuits
         self._targets: dict[PeerId, _Target] = {}
         self._opening = asyncio.Lock()
-        self._pipes: set[TcpPipe] = set()  # that gRPC has dialed
-        self._serving: Counter[PeerId] = Counter()  # tunnels of others, also those that are being opened
-        # by the end from which the own gRPC port is called
+        self._pipes: set[TcpPipe] = set()  # connections from the local gRPC
+        self._serving: Counter[PeerId] = Counter()  # tunnels of other peers, including those being opened
+        # connections by the local end that calls this process's gRPC port
         self._served: dict[Endpoint, PeerConnection] = {}
-        self._places: dict[Endpoint, str] = {}  # of these, and of those that have just ended
+        self._places: dict[Endpoint, str] = {}  # names of these connections and of recently ended ones
         self._server: Address | None = None
 
     def serve(self, server: Address) -> None:
@@ -80,7 +80,7 @@ class Tunnels:
             async with asyncio.timeout(_LOCAL_DIAL_S):
                 pipe = await TcpPipe.connect(server.host, server.port)
         except TimeoutError:
-            raise NetworkError("the own gRPC port does not answer") from None
+            raise NetworkError("this process's gRPC port does not answer") from None
         self._served[pipe.local] = stream.connection
         self._places[pipe.local] = prefix_of(stream.connection.host)
         try:
@@ -88,7 +88,7 @@ class Tunnels:
         finally:
             del self._served[pipe.local]
             pipe.close()
-            # gRPC may come to a call of it later, which must not pass for one of this machine
+            # gRPC may process a call of this connection later; it must not count as a call of this machine
             asyncio.get_running_loop().call_later(_PLACE_S, self._forget, pipe.local)
 
     def _forget(self, end: Endpoint) -> None:
@@ -97,14 +97,14 @@ class Tunnels:
 
     @property
     def served(self) -> Mapping[Endpoint, PeerConnection]:
-        """Return the connections of peers that call this process's gRPC server through tunnels, by the end of
-        this machine from which the call comes: that says nothing about the peer.
+        """Return the connections of peers that call this process's gRPC server through tunnels, by the local
+        end of the connection, whose address says nothing about the peer.
         """
         return self._served
 
     def place(self, end: Endpoint) -> str:
         """Return the name under which limits count a call from this end: the relay, or the network of a peer
-        to which a hole was punched. Empty when it comes through no tunnel.
+        to which a hole was punched. Empty if it does not come through a tunnel.
         """
         return self._places.get(end, "")
 
@@ -115,7 +115,7 @@ class Tunnels:
 
     @property
     def dialed(self) -> frozenset[Endpoint]:
-        """Return where tunnels of others lead to: the own gRPC port."""
+        """Return the target of other peers' tunnels: this process's gRPC port."""
         return frozenset([(self._server.host, self._server.port)] if self._server is not None else [])
 
     def failure(self, peer_id: PeerId) -> str:
@@ -127,7 +127,7 @@ class Tunnels:
         """Return the address on loopback at which gRPC reaches this peer through one of these relays. Nothing
         is dialed before gRPC connects. Raises UsageError when ports for 256 peers are in use.
         """
-        async with self._opening:  # two that begin at once have one port
+        async with self._opening:  # simultaneous requests for a peer share one port
             target = self._targets.get(peer_id)
             if target is not None:
                 target.relays = relays
@@ -165,7 +165,7 @@ class Tunnels:
         name = f"tunnel to {peer_id.short}"
         carrying = self._host.supervisor.spawn(name, lambda: self._carry(peer_id, target, pipe))
 
-        def ended(_: object) -> None:  # also when the task never began
+        def ended(_: object) -> None:  # runs even if the task never began
             target.open -= 1
             self._pipes.discard(pipe)
             pipe.close()

@@ -1,13 +1,12 @@
 """Admission: who may do what in an invited run. One object per process; every service asks it.
 
-Uses are counted by each member for itself: it remembers which PeerIDs it has admitted through each grant of
-their capabilities. If there are more than the grant allows, those that signed first stay. Members that have
-met the same peers therefore agree. docs/decisions/0031 says what this does not promise.
+Each member counts uses for itself: it remembers which PeerIDs it has admitted through each grant of their
+capabilities. If there are more than the grant allows, those that signed first stay. Members that have met the
+same peers therefore agree. docs/decisions/0031 describes the limits of this.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -18,25 +17,25 @@ from swarm.dht.logic.blobs import Handover
 from swarm.membership.capability import ROLES, Grant, Grants, Rights, Role, check_rooted
 from swarm.membership.invite import RunIdentity
 
-# What a caller needs for the methods of a service; methods that are not listed here take any member. The
-# longest name that fits counts.
+# Roles of which a caller needs one, by the prefix of the method's name. The longest matching prefix counts.
+# Methods that are not listed accept any member.
 NEEDED_ROLES: dict[str, frozenset[Role]] = {
     "/swarm.Groups/": frozenset({"train", "serve"}),  # servers average the replicas of an expert in groups
     "/swarm.Reduce/": frozenset({"train", "serve"}),
     "/swarm.Expert/": frozenset({"train", "serve"}),
     "/swarm.Expert/Describe": frozenset({"train", "serve", "observe"}),
-    "/swarm.Expert/State": frozenset({"train", "serve", "observe"}),  # to take experts home
+    "/swarm.Expert/State": frozenset({"train", "serve", "observe"}),  # to download experts
     "/swarm.Run/Report": frozenset({"train"}),
 }
-# Likewise what a peer needs to be called: who hosts experts, gives state or takes part in groups.
+# The same for the callee: roles that a peer needs to host experts, serve state or take part in groups.
 CALLEE_ROLES: dict[str, frozenset[Role]] = {
     "/swarm.Groups/": frozenset({"train", "serve"}),
     "/swarm.Reduce/": frozenset({"train", "serve"}),
     "/swarm.Expert/": frozenset({"serve"}),
     "/swarm.State/": frozenset({"train"}),
 }
-# What peers without a capability may call in a grid that lets them: forward passes, and what finding experts
-# needs. `HostingService` decides about backward passes.
+# Methods that peers without a capability may call if the grid allows it: forward passes, and those for
+# finding experts. `HostingService` decides about backward passes.
 GUEST_METHODS = (
     "/swarm.Node/",
     "/swarm.Dht/Ping",
@@ -45,29 +44,33 @@ GUEST_METHODS = (
     "/swarm.Expert/Call",
     "/swarm.Expert/Exchange",
 )
-# What entry points may call: peers that this process, or who invited it, named as addresses without inviting.
+# Methods that entry points may call. These are peers that this process, or its inviter, named by address;
+# they have no capability.
 ENTRY_POINT_METHODS = ("/swarm.Node/", "/swarm.Dht/")
 _OWNERS_RIGHTS = Rights(roles=frozenset(ROLES), expires_s=math.inf, signed_s=0, grants=())
+_METHODS_MAX, _METHOD_CHARACTERS_MAX = 64, 64  # remembered for each peer: callers choose the names
 _REVOKED = "the owner of the run has revoked this peer's invite"
 
 
-@functools.lru_cache(maxsize=256)
 def _lacking(roles: frozenset[Role], method: str) -> frozenset[Role]:
-    """Return the roles of which a caller with these ones needs one for a method; none if it may call it.
-    Every call of each peer asks.
-    """
+    """Return the roles of which a caller lacks one for a method; empty if it may call it."""
     fitting = max((prefix for prefix in NEEDED_ROLES if method.startswith(prefix)), key=len, default="")
     needed = NEEDED_ROLES.get(fitting, roles)
     return frozenset() if roles & needed else needed
 
 
-@functools.lru_cache(maxsize=256)
 def _lacking_callee(roles: frozenset[Role], method: str) -> frozenset[Role]:
-    """Return the roles of which a callee with these ones needs one for a method; none if it has one."""
+    """Return the roles of which a callee lacks one for a method; empty if it has one."""
     for prefix, needed in CALLEE_ROLES.items():
         if method.startswith(prefix) and not roles & needed:
             return needed
     return frozenset()
+
+
+def _remember(methods: set[str], method: str) -> None:
+    """Remember that a peer's roles allow a method: each call asks."""
+    if len(methods) < _METHODS_MAX and len(method) <= _METHOD_CHARACTERS_MAX:
+        methods.add(method)
 
 
 @dataclass(slots=True)
@@ -84,25 +87,25 @@ class Admission:
     def __init__(self, run: RunIdentity) -> None:
         self.run_id, self.owner, self._founder = run.run_id, run.owner, run.founder
         self.recovery = run.recovery
-        self.handover = run.handover  # the last one that this process has heard of
-        # the peers and invites of the founder whose capabilities the present owner has confirmed; None: all,
-        # as far as this process knows
+        self.handover = run.handover  # the last handover that this process knows
+        # peers and invites of the founder whose capabilities the present owner has confirmed; None: all, if
+        # this process knows of no handover
         self._confirmed: frozenset[PeerId] | None = None
         self.revoked: frozenset[PeerId] = frozenset()
-        self.removed: frozenset[PeerId] = frozenset()  # peers that were admitted until they were revoked
-        # by holder; the owner is one without a capability
+        self.removed: frozenset[PeerId] = frozenset()  # peers that were admitted before they were revoked
+        # rights by holder; the owner is a holder without a capability
         self._standings: dict[PeerId, Rights] = {self.owner: _OWNERS_RIGHTS}
-        self._uses: dict[PeerId, _Uses] = {}  # by subject of a grant
+        self._uses: dict[PeerId, _Uses] = {}  # uses by subject of a grant
 
     @property
     def holders(self) -> Collection[PeerId]:
-        """Return the admitted peers, in a view that follows every change."""
+        """Return a live view of the admitted peers."""
         return self._standings.keys()
 
     def admit(self, holder: PeerId, grants: Grants, now_s: float) -> None:
         """Check a peer's capability and remember the peer. The owner needs none.
 
-        Raises NotInvited with the reason for which it is not valid here and now.
+        Raises NotInvited with the reason if the capability is not valid here and now.
         """
         if holder in self._owners:
             return
@@ -125,19 +128,30 @@ class Admission:
 
     def refusal(self, caller: PeerId, method: str, now_s: float) -> str:
         """Return why this peer may not call this method; empty if it may."""
+        rights = self._standings.get(caller)
+        if rights is not None and method in rights.may_call and now_s < rights.expires_s:
+            return ""
         roles = self.roles(caller, now_s)
         if not roles:
             return self._sentence("a peer joins with an invite (swarm1…), which a member makes for it")
         lacking = _lacking(roles, method)
-        return self._sentence(f"this needs the role {' or '.join(sorted(lacking))}") if lacking else ""
+        if lacking:
+            return self._sentence(f"this needs the role {' or '.join(sorted(lacking))}")
+        _remember(self._standings[caller].may_call, method)
+        return ""
 
     def callee_refusal(self, callee: PeerId, method: str, now_s: float) -> str:
         """Return why this peer must not be called for this method; empty if it may."""
+        rights = self._standings.get(callee)
+        if rights is not None and method in rights.may_answer and now_s < rights.expires_s:
+            return ""
         lacking = _lacking_callee(self.roles(callee, now_s), method)
         if not lacking:
+            if callee in self._standings:
+                _remember(self._standings[callee].may_answer, method)
             return ""
         needed = " or ".join(sorted(lacking))
-        return self._sentence(f"peer {callee} was not given the role {needed}, and offers what needs it")
+        return self._sentence(f"peer {callee} offers a service for which it lacks the role {needed}")
 
     def roles(self, peer: PeerId, now_s: float) -> frozenset[Role]:
         """Return the roles of a peer; none if it was not admitted, or its capability has expired."""
@@ -151,7 +165,7 @@ class Admission:
 
     def hear(self, handover: Handover) -> None:
         """Admit the owner that the recovery key has named in this checked statement, and the peers that it
-        invites. Everything else changes with the owner's specification (`follow_owner`), which may follow.
+        invites. All other changes come with the owner's specification (`follow_owner`).
         """
         known = self.handover
         if known is not None and handover.after < known.after:
@@ -164,9 +178,9 @@ class Admission:
         self.revoked -= {handover.owner}
 
     def follow_owner(self, run: RunIdentity, confirmed: Iterable[PeerId]) -> None:
-        """Follow the owner that the recovery key has named, as the specification `run` says. Of the founder's
-        capabilities only those count that the new owner has confirmed: the founder's key may be stolen, and
-        a grant can be given any date.
+        """Follow the owner that the recovery key has named, according to the specification `run`. Of the
+        founder's capabilities only those count that the new owner has confirmed: the founder's key may be
+        stolen, and a thief can backdate grants.
         """
         owner = run.owner
         if run.handover is not None:
@@ -187,9 +201,14 @@ class Admission:
             self.removed |= {self._founder} - self._standings.keys()
         self.removed -= {owner}
 
+    def uses_of(self, subject: PeerId) -> int:
+        """Return how many peers this process has admitted through a grant to this peer or invite."""
+        uses = self._uses.get(subject)
+        return len(uses.signed_s) if uses is not None else 0
+
     @property
     def first_subjects(self) -> frozenset[PeerId]:
-        """Return the peers and invites with which the admitted capabilities begin."""
+        """Return the peers and invites at the start of the admitted capability chains."""
         return frozenset(one.grants[0].subject for one in self._standings.values() if one.grants)
 
     def _roots_of(self, grants: Grants) -> list[PeerId]:
@@ -200,12 +219,12 @@ class Admission:
 
     @property
     def _owners(self) -> list[PeerId]:
-        """Return the owner whose specification this process follows, and a later one that it has heard of."""
+        """Return the owner whose specification this process follows, and a later owner if it knows one."""
         named = self.handover.owner if self.handover is not None else self.owner
         return list(dict.fromkeys((self.owner, named)))
 
     def revoke(self, peers: Iterable[PeerId]) -> None:
-        """Replace the list of revoked peers and invites, and forget the peers that they concern."""
+        """Replace the list of revoked peers and invites, and forget the affected peers."""
         self.revoked = frozenset(peers) - {*self._owners}
         removed = {holder for holder, one in self._standings.items() if one.concerns(self.revoked)}
         for holder in removed:
@@ -250,7 +269,7 @@ class Admission:
         uses.signed_s[holder] = min(signed_s, uses.signed_s.get(holder, signed_s))
 
     def _forget(self, holder: PeerId) -> None:
-        """Forget a peer, and that it took uses."""
+        """Forget a peer and release its uses."""
         self._standings.pop(holder, None)
         for uses in self._uses.values():
             uses.signed_s.pop(holder, None)

@@ -9,7 +9,7 @@ and no later expiration. So a peer that may invite can pass on a part of what it
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 import msgpack
@@ -21,9 +21,10 @@ from swarm.core.ids import PeerId
 Role = Literal["train", "serve", "observe", "invite"]
 Subject = Literal["peer", "invite"]
 ROLES: tuple[Role, ...] = get_args(Role)
-USES_MAX = 10_000  # PeerIDs of one invite; each is remembered by every member that it calls
-INVITES_MAX = 3  # in one chain: of the owner, of a peer that it invited, and of a peer that this one invited
-GRANTS_MAX = 2 * INVITES_MAX  # each invite, and the peer that used it
+USES_MAX = 10_000  # PeerIDs of one invite; every member that a peer calls remembers it
+# invites in one chain: by the owner, by a peer that it invited, and by a peer that this peer invited
+INVITES_MAX = 3
+GRANTS_MAX = 2 * INVITES_MAX  # one grant for each invite, and one for the peer that used it
 CAPABILITY_BYTES_MAX = 2048
 _CLOCKS_APART_S = 300.0  # a grant may be dated this far in the future
 _TIME_S_MAX = 1 << 40
@@ -39,7 +40,7 @@ class Grant:
     subject: PeerId  # the peer, or the public key of the invite
     roles: tuple[Role, ...]  # in the order of ROLES
     uses: int  # PeerIDs that may take part through this grant, the subject itself included if it is a peer
-    issued_s: int  # Unix seconds, as its issuer says
+    issued_s: int  # Unix seconds, claimed by the issuer
     expires_s: int
     signature: bytes = b""
 
@@ -70,14 +71,17 @@ class Rights:
     expires_s: float
     signed_s: int  # when the last grant was signed
     grants: Grants
+    # methods that these roles were found to allow: to its holder as a caller, and as the one that is called
+    may_call: set[str] = field(default_factory=set, compare=False, repr=False)
+    may_answer: set[str] = field(default_factory=set, compare=False, repr=False)
 
     def concerns(self, peers: frozenset[PeerId]) -> bool:
-        """Return whether one of these is the holder, its invite, or an earlier issuer."""
+        """Return whether one of these keys is the holder, its invite, or an earlier issuer."""
         return any(grant.subject in peers for grant in self.grants)
 
 
 def roles_of(names: Iterable[str]) -> tuple[Role, ...]:
-    """Return roles in their order. Raise UsageError for an unknown name, or when there is none."""
+    """Return roles in the order of ROLES. Raise UsageError if one is unknown or there is none."""
     wanted = set(names)
     unknown = wanted - set(ROLES)
     if unknown or not wanted:
@@ -107,8 +111,8 @@ def bear(run_id: str, grants: Grants, key: Identity, holder: PeerId, now_s: floa
 
 
 def check_rooted(run_id: str, owners: Iterable[PeerId], grants: Grants, now_s: float) -> Rights:
-    """Check a chain of grants whose first one is of any of these owners, the present one first. Raises
-    NotInvited with the reason that holds for the last of them.
+    """Check a chain of grants whose first grant may be by any of these owners, the present one first. Raises
+    NotInvited with the reason for the last of them.
     """
     reason = NotInvited("the run has no owner")
     for owner in owners:
@@ -122,8 +126,8 @@ def check_rooted(run_id: str, owners: Iterable[PeerId], grants: Grants, now_s: f
 def check_grants(run_id: str, owner: PeerId, grants: Grants, now_s: float) -> Rights:
     """Check a chain of grants and return what it allows to its last subject.
 
-    Raises NotInvited with the reason. Each signature is checked only if everything before it is right, so
-    that a stranger costs one check.
+    Raises NotInvited with the reason. Checking stops at the first problem, so that a stranger costs at most
+    one signature check.
     """
     if not 1 <= len(grants) <= GRANTS_MAX:
         raise NotInvited(f"a capability has 1 to {GRANTS_MAX} grants, not {len(grants)}")
@@ -132,7 +136,7 @@ def check_grants(run_id: str, owner: PeerId, grants: Grants, now_s: float) -> Ri
         if before is None or before.kind == "peer":
             invites += 1
         if invites > INVITES_MAX:
-            raise NotInvited(f"at most {INVITES_MAX} invites follow from one another")
+            raise NotInvited(f"a chain has at most {INVITES_MAX} invites")
         problem = _problem(before, grant, now_s)
         if problem:
             raise NotInvited(problem)
@@ -154,7 +158,7 @@ def _problem(before: Grant | None, grant: Grant, now_s: float) -> str:
     if before is None:
         return ""
     if before.kind == "invite" and grant.kind != "peer":
-        return "the key of an invite signs for peers only"
+        return "the key of an invite may sign grants for peers only"
     if before.kind == "peer" and "invite" not in before.roles:
         return "the peer that invited this one must not invite others"
     if (
@@ -167,14 +171,14 @@ def _problem(before: Grant | None, grant: Grant, now_s: float) -> str:
 
 
 def encode(grants: Sequence[Grant]) -> bytes:
-    """Return the grants as bytes; none as empty bytes."""
+    """Encode grants; no grants are empty bytes."""
     packed: bytes = msgpack.packb([grant.packed() for grant in grants]) if grants else b""
     return packed
 
 
 def decode(raw: bytes) -> Grants:
-    """Decode the grants of a peer; empty bytes are none. Raises PeerError when they are malformed. Signatures
-    are not checked (`check_grants`).
+    """Decode the grants of a peer; empty bytes mean no grants. Raises PeerError when they are malformed.
+    Signatures are not checked (`check_grants`).
     """
     if not raw:
         return ()
@@ -183,7 +187,7 @@ def decode(raw: bytes) -> Grants:
             raise ValueError(f"more than {CAPABILITY_BYTES_MAX} bytes")
         items = msgpack.unpackb(raw, max_array_len=7, max_map_len=0, max_str_len=0, max_bin_len=64)
         if not isinstance(items, list) or len(items) > GRANTS_MAX:
-            raise ValueError("no list of grants")
+            raise ValueError("not a list of grants")
         return tuple(_decode_one(item) for item in items)
     except (ValueError, TypeError, UsageError, msgpack.UnpackException) as error:
         raise PeerError(f"a capability was refused: it cannot be decoded ({error})") from error
@@ -199,7 +203,7 @@ def _decode_one(item: object) -> Grant:
         if type(value) is not int or not least <= value <= most:
             raise ValueError("a number is out of its range")
     if not isinstance(subject, bytes) or not isinstance(signature, bytes) or len(signature) != 64:
-        raise ValueError("a key or a signature is none")
+        raise ValueError("a key or a signature is missing")
     return Grant(
         kind=_KINDS[kind],
         subject=PeerId(subject),

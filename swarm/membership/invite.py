@@ -1,8 +1,8 @@
 """Invites: everything that a newcomer needs to join an invited run, in one line of text.
 
 An invite is `swarm1` and base58 of: the run's owner and name, addresses to dial, the grants, the private key
-of the invite (none if it is for one PeerID), and a checksum. Anybody with the text can use it: it is a secret
-as a password is, and `uses` and `expires` limit what a leak costs.
+of the invite (none if it is for one PeerID), and a checksum. Anybody with the text can use it: treat it as a
+password. `uses` and `expires` limit the damage of a leak.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class RunIdentity:
     founder: PeerId
     name: str
     recovery: PeerId | None = None  # the run's recovery key, if it has one
-    handover: Handover | None = None  # by which its present owner got the run; None: the founder has it
+    # gives the run to its present owner; None: the founder is still the owner
+    handover: Handover | None = None
 
     @property
     def run_id(self) -> str:
@@ -63,7 +64,7 @@ class RunIdentity:
 
     @property
     def owners(self) -> tuple[PeerId, ...]:
-        """Return the owners with whose signature a capability may begin, the present one first."""
+        """Return the owners that may sign the first grant of a capability, the present one first."""
         return tuple(dict.fromkeys((self.owner, self.founder)))
 
 
@@ -91,7 +92,9 @@ class Invite:
 
     @property
     def subject(self) -> PeerId:
-        """Return the PeerID that the invite is for, or its public key: an owner revokes it by this name."""
+        """Return the PeerID that the invite is for, or its public key. An owner revokes the invite by this
+        value.
+        """
         return self.grants[-1].subject
 
     def capability_of(self, holder: PeerId, now_s: float) -> Grants:
@@ -115,7 +118,7 @@ class Invite:
         return grants
 
     def with_contacts(self, contacts: Iterable[Contact]) -> Invite:
-        """Return the same invite with these peers to dial, as many as an invite takes."""
+        """Return the same invite with these peers to dial, up to the limit of an invite."""
         dialed = [contact for contact in contacts if contact.addresses]
         return replace(self, contacts=tuple(dialed[:CONTACTS_MAX]))
 
@@ -164,7 +167,7 @@ def is_invite(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Entrance:
-    """The peers through which to enter a swarm, as addresses and invites name them."""
+    """The peers through which to enter a swarm, from addresses and invites."""
 
     contacts: tuple[Contact, ...]
     invite: Invite | None = None
@@ -172,8 +175,8 @@ class Entrance:
     @classmethod
     def of(cls, entries: str | Contact | Sequence[str | Contact]) -> Entrance:
         """Read addresses and invites. Raises UsageError when one is wrong, or when invites are to several
-        runs. Of several invites to one run that with the most roles counts, then the one that is valid
-        longest, with the peers of all.
+        runs. Of several invites to one run, the one with the most roles is used, then the one with the latest
+        expiration, with the peers of all of them.
         """
         contacts: list[Contact] = []
         invites: list[Invite] = []
@@ -198,24 +201,24 @@ def _worth(invite: Invite) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """The terms of an invite: what its issuer gives."""
+    """The terms of an invite, chosen by its issuer."""
 
     roles: tuple[Role, ...]
     uses: int
     lifetime_s: float
-    peer: PeerId | None = None  # the only one that can use it; None: any peer that has its text
+    peer: PeerId | None = None  # the only peer that can use it; None: any peer that has its text
 
 
 def make_invite(run: RunIdentity, issuer: Identity, held: Grants, terms: Terms, *, now_s: float) -> Invite:
     """Issue an invite without addresses.
 
-    `held` is the issuer's own capability; empty for the owner. Raises UsageError when the issuer may not give
-    this. Uses and expiration are at most those of the issuer.
+    `held` is the issuer's own capability; empty for the owner. Raises UsageError if the issuer must not issue
+    such an invite. Uses and expiration are at most those of the issuer.
     """
     if not 1 <= terms.uses <= USES_MAX:
         raise UsageError(f"an invite has 1 to {USES_MAX} uses, not {terms.uses}")
     if not 0 < terms.lifetime_s <= _EXPIRES_S_MAX:
-        raise UsageError("an invite lives for more than nothing and at most ten years")
+        raise UsageError("the lifetime of an invite is above 0 and at most ten years")
     owner, run_id = run.owner, run.run_id
     expires_s = int(now_s + terms.lifetime_s)
     uses = terms.uses
@@ -274,14 +277,14 @@ def _checksum(packed: bytes) -> bytes:
 
 
 def _decoded(text: str) -> bytes:
-    """Return what an invite's text packs."""
+    """Return the fields that an invite's text encodes."""
     if len(text) > TEXT_CHARACTERS_MAX:
         raise UsageError(f"an invite has at most {TEXT_CHARACTERS_MAX} characters")
     try:
         raw = base58.b58decode(text.removeprefix(PREFIX))
-    except ValueError:  # a character that base58 does not have
+    except ValueError:  # a character that is not in base58
         raw = b""
     packed, checksum = raw[:-_CHECKSUM_BYTES], raw[-_CHECKSUM_BYTES:]
     if not packed or checksum != _checksum(packed):
-        raise UsageError("this invite is damaged: copy it again, the whole word from `swarm1` to its end")
+        raise UsageError("this invite is damaged: copy the whole word again, from `swarm1` to its end")
     return packed

@@ -1,14 +1,15 @@
-"""The ledger of one run on one peer: what this peer remembers of the others, and which it passes over. Pure.
+"""The ledger of one run on one peer: the record of the other peers' conduct, from which follows which of them
+are passed over. Pure.
 
-Only proof of a lie travels between peers. Everything else (a member that stalls, that gives a round up while
-the others commit, that holds other averages than they do) may be the fault of a link, or of this peer itself.
-It stays in this peer's own ledger: the member is passed over for groups for 1 round, after further faults for
-4, 16 and at most 64. An elector that is passed over votes as before.
+Peers exchange only proofs of lies. All other faults (a member stalls, abandons a round that the others
+commit, or holds averages that differ from theirs) may be due to a link, or to this peer itself. They stay in
+this peer's own ledger: the member is passed over for groups for 1 round, after further faults for 4, 16 and
+at most 64 rounds. An elector that is passed over votes as before.
 
-Newcomers without a certified round share one such account in addition, because identities cost nothing: an
-attacker that uses a new one for each fault stops after the first few rounds, too. Proven
-peers that are no electors and have a fault that is not forgiven yet share another one: an attacker with a
-hundred such identities, one of which is at fault in each round, stops once each has been.
+Identities cost nothing, so newcomers without a certified round also share one account: an attacker that uses
+a new identity for each fault is stopped after a few rounds. Proven peers that are not electors and have a
+fault that is not forgiven yet share another account: an attacker with a hundred such identities, of which one
+is at fault in each round, is stopped once each has been at fault.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ ENTRIES_MAX: Final = 4096
 PASSED_OVER_ROUNDS_MAX: Final = 64
 _GROWTH: Final = 4.0
 _STEPS_MAX: Final = 4  # 1, 4, 16, 64
-# certified rounds that take back one step. Too small: a member that stalls in every third round costs more
-# than it brings; too large: a link that was bad for an hour is held against its peer for days
+# certified rounds that forgive one step. Too small: a member that stalls in every third round costs more than
+# it contributes; too large: a peer whose link was bad for an hour is passed over for days
 _FORGIVEN_ROUNDS: Final = 16
 _FORMAT: Final = 1
 _COUNT_MAX: Final = 1 << 53
@@ -34,14 +35,16 @@ _COUNT_MAX: Final = 1 << 53
 
 @dataclass(slots=True)
 class Account:
-    """Faults that are not forgiven yet, and until when they count. Rounds are numbered by the ledger."""
+    """Faults that are not forgiven yet, and the end of the pause that follows from them. The ledger numbers
+    the rounds.
+    """
 
     steps: int = 0
-    certified_since: int = 0  # rounds since the last fault, or since a step was taken back
+    certified_since: int = 0  # rounds since the last fault or the last forgiven step
     until: int = 0  # the number of the first round for which it is not passed over
 
     def fault(self, now: int) -> None:
-        """Count a fault in round number `now`. Several before it is taken into groups again count as one."""
+        """Count a fault in round number `now`. Several faults during one pause count as one."""
         self.certified_since = 0
         if now >= self.until:
             self.steps = min(self.steps + 1, _STEPS_MAX)
@@ -56,14 +59,14 @@ class Account:
 
 @dataclass(slots=True)
 class LedgerEntry:
-    """The memory of one other peer."""
+    """The record of one other peer."""
 
-    rounds: int = 0  # certified ones, to which it contributed
-    samples: float = 0.0  # that it contributed to them, in groups of this peer
+    rounds: int = 0  # certified rounds to which it contributed
+    samples: float = 0.0  # its samples in those rounds, in groups of this peer
     faults: int = 0
     last_seen_s: float = 0.0  # Unix time
-    reason: str = ""  # of the last fault
-    held: bool = False  # the last fault: it led a group of this peer, and did not begin
+    reason: str = ""  # reason of the last fault
+    held: bool = False  # the last fault was that it led a group of this peer and did not begin the round
     account: Account = field(default_factory=Account)
 
     @property
@@ -74,16 +77,17 @@ class LedgerEntry:
 
 class MemberLedger:
     """The ledger of one run. At most `entries_max` peers are remembered: those with certified rounds displace
-    others, and of equals the one that was seen longest ago is forgotten.
+    others, and among equals the one that was seen longest ago is forgotten.
     """
 
     def __init__(self, own: PeerId, entries_max: int = ENTRIES_MAX) -> None:
         self._own, self._entries_max = own, entries_max
         self._entries: dict[PeerId, LedgerEntry] = {}
         self._strangers = Account()
-        self._repeating = Account()  # of all proven peers with a fault, for each further one of another peer
+        # shared by all proven peers with a fault; counts further faults of other such peers
+        self._repeating = Account()
         self._repeated_last: PeerId | None = None
-        self.rounds = 0  # certified ones that this peer knows of: the unit of all pauses
+        self.rounds = 0  # certified rounds that this peer knows of: the unit of all pauses
         self.changed = False  # since the last `encode`
 
     def __len__(self) -> int:
@@ -98,19 +102,19 @@ class MemberLedger:
         entry = self._entries.get(peer)
         return entry is not None and entry.is_member
 
-    # ---- what happened
+    # ---- events
 
     def certified(self, contributors: Iterable[PeerId], now_s: float) -> None:
-        """Record a certificate of the run, and which peers are known to have worked for it. `now_s`: Unix
-        time.
+        """Record a certificate of the run, and the peers that are known to have contributed to it. `now_s`:
+        Unix time.
         """
         self.rounds += 1
         self.contributed(dict.fromkeys(contributors, 0.0), now_s)
 
     def contributed(self, samples: Mapping[PeerId, float], now_s: float) -> None:
         """Record that these peers contributed to a certified round, each with a number of samples."""
-        if any(self._has_fault(peer) for peer in samples):
-            self._repeating.success()  # once, however many worked: one of them may be at fault in each round
+        if any(self.is_doubted(peer) for peer in samples):
+            self._repeating.success()  # once for all contributors: one of them may be at fault in each round
         for peer, count in samples.items():
             entry = self._find_or_add(peer, now_s, member=True)
             if entry is None:
@@ -122,15 +126,15 @@ class MemberLedger:
             entry.account.success()
 
     def fault(self, peer: PeerId, reason: str, now_s: float, *, held: bool = False) -> None:
-        """Record that a member of a group kept its round from going well. `held`: as its leader, which
-        did not begin.
+        """Record that a member of a group was at fault in its round. `held`: as a leader that did not begin
+        the round.
         """
         if peer == self._own:
             return
         entry = self._entries.get(peer)
         if entry is None or not entry.is_member:
             self._strangers.fault(self.rounds)
-        # for one peer that repeats its own account is enough
+        # a single peer that repeats faults is covered by its own account
         elif entry.account.steps and self.rounds >= entry.account.until and peer != self._repeated_last:
             self._repeating.fault(self.rounds)
             self._repeated_last = peer
@@ -138,22 +142,25 @@ class MemberLedger:
             entry.faults, entry.reason, entry.held = min(entry.faults + 1, _COUNT_MAX), reason, held
             entry.account.fault(self.rounds)
 
-    # ---- who is passed over
+    # ---- queries
 
     def is_passed_over(self, peer: PeerId, *, is_elector: bool = False) -> bool:
-        """Return whether this peer forms no group with another one for now, if it can do without it
+        """Return whether this peer currently avoids groups with another one, if it has an alternative
         (`averaging.matchmaking.logic.precedence.is_passed_over`).
         """
         entry = self._entries.get(peer)
         if entry is not None and self.rounds < entry.account.until:
             return True
-        if not is_elector and self.rounds < self._repeating.until and self._has_fault(peer):
+        if not is_elector and self.rounds < self._repeating.until and self.is_doubted(peer):
             return True
         return self.rounds < self._strangers.until and not (entry is not None and entry.is_member)
 
     def is_doubted(self, peer: PeerId) -> bool:
-        """Return whether a peer has faults that are not forgiven yet. It may be in groups again."""
-        return self._has_fault(peer)
+        """Return whether a peer has faults that are not forgiven yet. Such a peer may be allowed in groups
+        again already.
+        """
+        entry = self._entries.get(peer)
+        return entry is not None and entry.account.steps > 0
 
     def is_holding(self, peer: PeerId) -> bool:
         """Return whether a peer is passed over because it led a group and did not begin."""
@@ -163,8 +170,8 @@ class MemberLedger:
     # ---- on disk
 
     def encode(self) -> dict[str, Any]:
-        """Return the ledger as a document for JSON. Pauses are not kept: a peer that starts again meets
-        everybody once.
+        """Return the ledger as a document for JSON. Pauses are not stored: after a restart, this peer tries
+        every other peer once.
         """
         self.changed = False
         return {
@@ -184,7 +191,7 @@ class MemberLedger:
         }
 
     def load(self, document: Any) -> None:
-        """Take over the result of `encode`. Raise PeerError, without any change, when it is not one."""
+        """Restore the result of `encode`. Raises PeerError and changes nothing if `document` is not valid."""
         entries: dict[PeerId, LedgerEntry] = {}
         try:
             if document["format"] != _FORMAT:
@@ -199,13 +206,8 @@ class MemberLedger:
                     _count(own_rounds), float(samples), _count(faults), float(seen_s), account=account
                 )
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, UsageError) as error:
-            raise PeerError(f"this is no ledger: {error or type(error).__name__}") from None
+            raise PeerError(f"this is not a ledger: {error or type(error).__name__}") from None
         self._entries, self.rounds = entries, rounds
-
-    def _has_fault(self, peer: PeerId) -> bool:
-        """Return whether a fault of this peer is not forgiven yet."""
-        entry = self._entries.get(peer)
-        return entry is not None and entry.account.steps > 0
 
     def _find_or_add(self, peer: PeerId, now_s: float, *, member: bool = False) -> LedgerEntry | None:
         """Return a peer's entry, a new one if there is room for it."""

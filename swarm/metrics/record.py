@@ -26,7 +26,7 @@ ROUNDS_MAX = 4
 BLAME_MAX = 4
 _DETAIL_CHARACTERS_MAX = 160
 _REASON_CHARACTERS_MAX = 100
-_MARK_BYTES = 8  # of a digest or a group's id: 64 bits tell honest ones apart
+_MARK_BYTES = 8  # bytes of a digest or a group's id: 64 bits distinguish honest ones
 _OWN_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_./-]{0,31}")
 _OWN_VALUE_MAX = 1e300
 
@@ -99,7 +99,7 @@ class Metrics:
     every_s: float  # renewal interval: a reader calls the record stale after several of these
     epoch: int
     samples_per_s: float
-    # Seconds since it last trained, though it takes part: it is paused, or stuck; None: it trains.
+    # Seconds since a participating peer last trained, because it is paused or stuck; None: it trains.
     idle_s: float | None = None
     name: str = ""
     device: str = ""
@@ -115,7 +115,7 @@ class Metrics:
     bytes_down: int = 0
     head: str = ""  # hex, of its state's history; "": its mode has none
     line: str = ""  # hex, the head after the last break of that history; "": there was none
-    epochs_given_up: int = 0  # of its own, because the history that it was in lost a reunion
+    epochs_given_up: int = 0  # epochs that it discarded because its history lost a reunion
     drift: float | None = None  # relative distance of its parameters from the last canonical state's average
     rounds_done: int = 0
     rounds_failed: int = 0
@@ -215,7 +215,7 @@ def metrics_keys(run_id: str) -> list[Key]:
 def check_own(name: str, value: Any, known: Sequence[str]) -> float | None:
     """Return a user's metric as a number; None when it is not finite, which is reported and not an error.
 
-    Raises UsageError for a value that is no number, an invalid name, and more names than a record takes.
+    Raises UsageError for a value that is not a number, an invalid name, and more names than a record takes.
     """
     if not _OWN_NAME.fullmatch(name):
         raise UsageError(
@@ -229,7 +229,7 @@ def check_own(name: str, value: Any, known: Sequence[str]) -> float | None:
         number = math.inf
     if name not in known and len(known) >= OWN_MAX:
         raise UsageError(
-            f"at most {OWN_MAX} metrics of one's own can be reported; there are {', '.join(sorted(known))}"
+            f"at most {OWN_MAX} user metrics can be reported; there are {', '.join(sorted(known))}"
         )
     return number if math.isfinite(number) and abs(number) <= _OWN_VALUE_MAX else None
 

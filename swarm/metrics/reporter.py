@@ -23,13 +23,15 @@ _GOODBYE_S = 0.4
 
 
 SMALL_PEERS = 8  # participants of a small run, in which every peer publishes at the shortest interval
-EVERY_S_PER_PEER = 0.25  # added to the interval for every known participant beyond, up to EVERY_S_MAX
+EVERY_S_PER_PEER = 0.25  # added to the interval for each further known participant, up to EVERY_S_MAX
 EVERY_S_MAX = 15.0
 TTL_PERIODS = 4.0  # lifetime of a record in intervals: a peer that died stays visible for this long
 
 
 def period_s(every_s: float, peers: int) -> float:
-    """Return the publishing interval in a run with this many known peers, from that in a small run."""
+    """Return the publishing interval in a run with this many known peers, computed from the interval in a
+    small run.
+    """
     return min(every_s + EVERY_S_PER_PEER * max(0, peers - SMALL_PEERS), EVERY_S_MAX)
 
 
@@ -37,7 +39,7 @@ def period_s(every_s: float, peers: int) -> float:
 class Reporter:
     """Publish the metrics of one optimizer, on the network thread. `source` returns the current metrics;
     `peers` the number of participants. `publish=False`: monitors see only this peer's progress. `every_s`:
-    interval in a small run; less is livelier, and costs every peer more calls.
+    interval in a small run; a shorter one updates monitors faster, and costs every peer more calls.
     """
 
     dht: DhtService
@@ -54,8 +56,8 @@ class Reporter:
     async def run(self) -> None:
         """Publish until cancelled; return at once if this peer publishes no metrics."""
         if self.publish:
-            # A newcomer has nothing to tell yet, and to join is more urgent: of many that come at once each
-            # waits as long as between two publications in a run of their number.
+            # A newcomer has nothing to report yet, and joining is more urgent. When many come at once, each
+            # waits for the publishing interval of a run of their number.
             await asyncio.sleep(self.every_s)
             await asyncio.sleep(period_s(self.every_s, self.peers()) - self.every_s)
             await RecordKeeper(
@@ -66,8 +68,8 @@ class Reporter:
             ).run()
 
     async def close(self) -> None:
-        """Withdraw the record, so that monitors see that this peer left and did not die. The caller has
-        cancelled `run`.
+        """Withdraw the record, so that monitors can tell leaving from failing. The caller has cancelled
+        `run`.
         """
         if self.stored:
             with contextlib.suppress(SwarmError):  # it expires by itself

@@ -1,3 +1,3 @@
-"""The monitor: a peer that trains nothing and watches a run. It folds the published records of peers into a
-view, keeps a history of it, and shows it.
+"""The monitor: a peer that watches a run without training. It combines the published records of peers into a
+view, keeps its history, and shows it.
 """

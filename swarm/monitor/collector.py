@@ -2,8 +2,8 @@
 
 A poll reads all records of the run at once. A run without peers is distinguished from a monitor without a
 connection by whether any peer answers: when a poll finds no records, peers are pinged; when none answers, the
-view becomes "lost" and the monitor tries all peers that it has ever met until one answers. The peer by which
-the monitor joined has no special part; it is only pinged to show whether it is still there.
+view becomes "lost" and the monitor tries all peers that it has ever met until one answers. The peer through
+which the monitor joined has no special role; it is only pinged to show whether it still answers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from swarm.monitor.relays import RelayWatch
 _log = logging.getLogger(__name__)
 
 
-# interval of polls in a small run; in larger ones peers publish less often, and are polled about as often
+# interval of polls in a small run; in larger runs peers publish less often, and polls follow their interval
 _INTERVAL_S = 1.0
 _SMALL_PEERS = 16
 _INTERVAL_S_MAX = 12.0
@@ -65,14 +65,14 @@ class Collector:
     clock: Clock
     model: Model
     entry: tuple[Contact, ...]
-    known: Callable[[], Sequence[Contact]]  # peers that answered lately: the DHT's table
+    known: Callable[[], Sequence[Contact]]  # peers that answered recently, from the DHT's routing table
     remembered: Callable[[], Sequence[Contact]]  # all peers that this machine ever met
-    specification: Callable[[], Awaitable[RunView | None]] | None = None  # None: a run without one
+    specification: Callable[[], Awaitable[RunView | None]] | None = None  # None: the run has no specification
     experts: Callable[[], Awaitable[tuple[ExpertView, ...]]] | None = None
     members: Callable[[], Awaitable[None]] | None = None  # learns who the members are
     relays: RelayWatch | None = None
     after: Callable[[], Awaitable[None]] | None = None
-    polls: int = 0  # that were answered
+    polls: int = 0  # polls with an answer
     donors: tuple[Contact, ...] = ()  # peers that offer the run's state, as of the last poll
     _contacts: OrderedDict[PeerId, Contact] = field(default_factory=OrderedDict)
     _entry_answers: bool | None = None
@@ -148,7 +148,9 @@ class Collector:
         return run_records, bool(run_records.peers) and not many.failures
 
     async def _anybody_answers(self) -> bool:
-        """Return whether any peer answers, because a run without peers looks like one that cannot be seen."""
+        """Return whether any peer answers. Without this check a run without peers looks like a lost
+        connection.
+        """
         candidates = self._candidates()[:_REJOIN_MAX]
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self.dht.ping(contact)) for contact in candidates]

@@ -1,4 +1,4 @@
-"""Reading of a grid's experts: the servers of each, and the load that these declare."""
+"""Read the experts of a grid: the servers of each, and the load that they declare."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from swarm.monitor.logic.robust import median
 from swarm.monitor.logic.view import ExpertView
 
 _EXPERTS_MAX = 2000
-_TIMEOUT_S = 5.0  # of each read
-_GRIDS_MAX = 64  # of the announced ones; each costs a read
+_TIMEOUT_S = 5.0  # timeout of each read
+_GRIDS_MAX = 64  # limit of announced grids; each costs one read
 
 
 async def experts_of(directory: Directory, grids: tuple[str, ...]) -> tuple[ExpertView, ...]:
-    """Return the experts below the grids of these names; without names, of all grids that servers announce.
-    Raise NetworkError when no peer answers.
+    """Return the experts of the grids with these names or, without names, of all announced grids. Raise
+    NetworkError when no peer answers.
     """
     prefixes = [ExpertUid.parse_prefix(grid) for grid in grids]
     if not prefixes:

@@ -46,7 +46,7 @@ CREATE TABLE IF NOT EXISTS event (
     number INTEGER PRIMARY KEY, at REAL NOT NULL, kind TEXT NOT NULL, level TEXT NOT NULL,
     text TEXT NOT NULL, peer TEXT NOT NULL);
 """
-# They fail where a file has other tables under these names.
+# These statements fail if a file has different tables with the same names.
 _COLUMNS = (
     "SELECT tier, name, at, samples, total, least, most FROM point LIMIT 1",
     "SELECT number, at, kind, level, text, peer FROM event LIMIT 1",
@@ -65,13 +65,13 @@ class ChartHistory:
     def __init__(self, path: Path | None, run_id: str, tiers: Sequence[Tier] = TIERS) -> None:
         """Open the history at `path`, or in memory when it is None. A damaged one is moved away first.
 
-        Raises UsageError when the file is no history of this run or another monitor uses it.
+        Raises UsageError if the file is not a history of this run or another monitor uses it.
         """
         self.path, self._tiers = path, tuple(tiers)
         self._lock = threading.Lock()
         self._added = 0
         self._connection: sqlite3.Connection | None = None
-        # where a damaged file of this name was moved to; None: there was none
+        # new path of a damaged file; None: the file was not damaged
         self.damaged: Path | None = None
         try:
             if path is not None:
@@ -80,7 +80,7 @@ class ChartHistory:
             self._connection = connection = sqlite3.connect(
                 path or ":memory:", timeout=0.5, check_same_thread=False, isolation_level=None
             )
-            # a damaged file may hold any bytes as text
+            # a damaged file may contain arbitrary bytes as text
             connection.text_factory = lambda raw: raw.decode(errors="replace")
             for pragma in (
                 "locking_mode=EXCLUSIVE",
@@ -128,7 +128,7 @@ class ChartHistory:
         with self._lock:
             if self._connection is None:
                 return
-            with self._connection as connection:  # commits, or rolls back everything
+            with self._connection as connection:  # commits, or rolls back on an exception
                 connection.execute("BEGIN IMMEDIATE")  # autocommit mode begins no transaction by itself
                 known = (
                     {name for (name,) in connection.execute("SELECT DISTINCT name FROM point WHERE tier = 2")}
@@ -222,8 +222,8 @@ class ChartHistory:
 
 
 def _set_aside_if_damaged(path: Path) -> Path | None:
-    """Move a damaged history away and return its new name. A file that is no history, or that another process
-    uses, is left where it is.
+    """Move a damaged history away and return its new name. A file that is not a history, or that another
+    process uses, stays in place.
     """
     try:
         with path.open("rb") as stream:
@@ -235,8 +235,8 @@ def _set_aside_if_damaged(path: Path) -> Path | None:
                 return None
     except (OSError, sqlite3.OperationalError):
         return None
-    except (sqlite3.DatabaseError, UnicodeDecodeError):  # the latter from what the check would say
-        pass  # too damaged to be checked
+    except (sqlite3.DatabaseError, UnicodeDecodeError):  # the check itself may raise UnicodeDecodeError
+        pass  # the file is too damaged for the check
     damaged = path.with_name(f"{path.name}.damaged")
     path.replace(damaged)
     for suffix in ("-wal", "-shm"):
@@ -245,7 +245,7 @@ def _set_aside_if_damaged(path: Path) -> Path | None:
 
 
 def samples_of(view: MonitorView) -> dict[str, float]:
-    """Return the values of a view that are charted, by series name."""
+    """Return the values of a view for the charts, by the name of the series."""
     last_round = next((one for one in view.rounds if not one.failed), None)
     values: dict[str, float | None] = {
         "loss": view.loss,

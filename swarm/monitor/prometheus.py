@@ -18,11 +18,11 @@ from swarm.monitor.logic.view import MonitorView, PeerView, RelayReport
 if TYPE_CHECKING:
     from wsgiref.simple_server import WSGIServer
 
-_PEERS_MAX = 1000  # time series of single peers: Prometheus keeps each of them
+_PEERS_MAX = 1000  # limit of peers with time series of their own, because Prometheus stores all of them
 
 
 class RunCollector:
-    """Collector that Prometheus calls at every scrape."""
+    """Collector for Prometheus, called at every scrape."""
 
     def __init__(self, view: Callable[[], MonitorView]) -> None:
         self._view = view
@@ -58,7 +58,7 @@ class RunCollector:
 
 class MetricsServer:
     """Server of `/metrics` at host:port in a thread of its own, as a context manager. `view` returns the
-    present view. Raise UsageError when the port cannot be used.
+    current view. Raise UsageError when the port cannot be used.
     """
 
     def __init__(self, view: Callable[[], MonitorView], address: tuple[str, int]) -> None:

@@ -1,4 +1,4 @@
-"""Watching the relays that a monitor meets: a Hello asks a few at a time. Runs on the network loop."""
+"""Watch the relays that a monitor knows, by sending a Hello to a few at a time. Runs on the network loop."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from swarm.monitor.logic.view import RelayReport
 from swarm.net.hello import Introduction
 from swarm.net.logic.relay_counts import RelayCounts
 
-_INTERVAL_S = 10.0  # between two rounds of questions
-_OTHERS_MAX = 4  # peers that are asked in one round whether they relay
+_INTERVAL_S = 10.0  # interval of queries
+_OTHERS_MAX = 4  # peers of unknown role that are asked at a time
 _RELAYS_MAX = 16
-_FORGOTTEN_S = 60.0  # after the last answer of a relay
+_FORGOTTEN_S = 60.0  # time after its last answer at which a relay is forgotten
 _TIMEOUT_S = 5.0
 
 
 class Greeter(Protocol):
-    """The part of `Introductions` that is needed."""
+    """The part of `Introductions` that this module uses."""
 
     async def introduce(self, contact: Contact, *, timeout_s: float) -> Introduction: ...
 
@@ -32,11 +32,11 @@ class RelayWatch:
     def __init__(self, greeter: Greeter, clock: Clock) -> None:
         self._greeter, self._clock = greeter, clock
         self._asked_s = float("-inf")
-        self._place = 0  # in the list of the others
+        self._place = 0  # position in the list of the other peers
         self._relays: dict[PeerId, tuple[Contact, RelayCounts, float]] = {}
 
     async def ask(self, entry: Iterable[Contact], others: Iterable[Contact]) -> None:
-        """Ask the relays, the peers by which the monitor entered, and a few others in turn, if due."""
+        """If due, query the relays, the entry peers, and a few others in turn."""
         now_s = self._clock.monotonic_s()
         if now_s - self._asked_s < _INTERVAL_S:
             return
@@ -53,7 +53,7 @@ class RelayWatch:
                 group.create_task(self._ask(contact))
 
     def views(self) -> tuple[RelayReport, ...]:
-        """Return the relays that have answered lately, the one that has carried most first."""
+        """Return the relays that have answered recently, the one with the most carried bytes first."""
         now_s = self._clock.monotonic_s()
         found = [
             RelayReport(
@@ -73,7 +73,7 @@ class RelayWatch:
         try:
             answer = await self._greeter.introduce(contact, timeout_s=_TIMEOUT_S)
         except SwarmError:
-            return  # it is shown with its age until it is forgotten
+            return  # the relay is shown with its age until it is forgotten
         peer_id = contact.peer_id
         if not answer.relay_port or answer.relayed is None:
             self._relays.pop(peer_id, None)

@@ -1,11 +1,11 @@
-"""Checkpoints of a run by a peer that does not train it: at intervals, the state that the electors hold is
-fetched, checked and written as a whole.
+"""Checkpoints of a run by a peer that does not train: at intervals, it downloads, checks and writes the state
+that the electors hold.
 
-A single donor is not trusted: the state is the one that most electors of the swarm's head say that they hold,
-every chunk is checked against its digest, and the whole must fit the model of the specification. Where the
-entry peers name no electors (they take no part in the run), it is the state that most donors hold; peers with
-different processors agree bit for bit only after the rounds that average the state, so that several attempts
-may be needed then.
+A single donor is not trusted. The state is the one that most electors of the swarm's head claim to hold,
+every chunk is checked against its digest, and the whole must fit the model of the specification. If the entry
+peers do not take part in the run and name no electors, the state that most donors hold is used. Peers with
+different processors agree bit for bit only after rounds that average the state, so several attempts may be
+needed then.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# epochs that the donors may be ahead of this monitor: short ones pass between two polls. False claims are
-# bounded by what electors, or most donors, hold
+# epochs that the donors may be ahead of this monitor, because short epochs pass between two polls. False
+# claims have no effect unless most electors, or most donors, agree
 _AHEAD_MAX = 200
-RETRY_S = 3.0  # pause after an attempt in which donors held different states
-_FETCH_S = 600.0  # of one download; a larger state is not saved, and the monitor says so
+RETRY_S = 3.0  # pause after an attempt that found donors with different states
+# timeout of one download; a state that takes longer is not saved, and the monitor reports this
+_FETCH_S = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,14 +59,14 @@ class StateSavingConfig:
 
 @dataclass(slots=True, kw_only=True)
 class StateSaver:
-    """Saver of one run's state. Runs on the network loop; computation and disk access run in a thread."""
+    """Saves the state of one run. Runs on the network loop; computation and disk access run in a thread."""
 
     signed: SignedSpecification
     caller: Channels
     clock: Clock
     model: Model
     donors: Callable[[], tuple[Contact, ...]]
-    # returns the electors of the swarm's head that can be called, the most senior first
+    # returns the callable electors of the swarm's head, the most senior first
     electors: Callable[[], Awaitable[Sequence[Contact]]]
     config: StateSavingConfig
     saved: int = 0
@@ -80,7 +81,7 @@ class StateSaver:
             await asyncio.sleep(self.config.every_s if done else min(RETRY_S, self.config.every_s))
 
     async def attempt(self) -> bool:
-        """Fetch and write the state once. Return False when the attempt should be repeated soon."""
+        """Download and write the state once. Return False if the attempt should be repeated soon."""
         donors = self.donors()
         if not donors or self.model.epoch <= 0:
             return False

@@ -16,9 +16,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from averaging.optim.exchange import fetch_history
-from swarm.core.errors import SwarmError, UsageError
+from swarm.core.errors import PeerError, SwarmError, UsageError
 from swarm.core.identity import Identity
-from swarm.core.ids import Contact, open_run_id
+from swarm.core.ids import Contact, PeerId, open_run_id
 from swarm.membership.invite import Entrance
 from swarm.monitor.collector import Collector
 from swarm.monitor.history import ChartHistory
@@ -28,6 +28,7 @@ from swarm.monitor.logic.reading import progress_key
 from swarm.monitor.logic.view import ExpertView, MonitorView, RunView
 from swarm.monitor.relays import RelayWatch
 from swarm.node import Node
+from swarm.run.contributors import fetch_totals
 from swarm.run.directory import RunDirectory
 from swarm.run.entering import FIND_S_MAX, enter, found_run
 from swarm.run.membership import check_invited
@@ -52,10 +53,10 @@ class WatchConfig:
     """Settings of a monitor."""
 
     entry: tuple[str | Contact, ...]  # addresses, or an invite
-    run: str | None = None  # NAME, NAME@ID or ID; None: the only run there is
+    run: str | None = None  # NAME, NAME@ID or ID; None: the only run
     history: Callable[[str], Path | None] = lambda run_id: None  # path by run id; None: in memory
-    saving: StateSavingConfig | None = None  # checkpoints of the run; None: no
-    grids: tuple[str, ...] = ()  # names of the grids of experts to show; none: all that servers announce
+    saving: StateSavingConfig | None = None  # checkpoints of the run; None: do not save any
+    grids: tuple[str, ...] = ()  # names of the expert grids to show; empty: all that servers announce
 
 
 class Watch:
@@ -64,10 +65,11 @@ class Watch:
     """
 
     def __init__(self, config: WatchConfig, own: Identity | None = None) -> None:
-        """`own`: its identity; None: a new one."""
+        """`own`: identity of the monitor; None: a new one."""
         self.config = config
         self._signed: SignedSpecification | None = None
         self._grids: Directory | None = None
+        self.deciding = frozenset[PeerId]()  # the electors of the head, as far as the entry peers know
         self.notice = ""  # a warning for the user about this monitor, if any
         self.node = Node(bootstrap=config.entry, listen=None, identity=own)
         self._listeners: list[OnView] = []
@@ -119,6 +121,15 @@ class Watch:
         """Return the view of the run at this moment. Must be called on the network thread."""
         return self.model.view(self.node.clock.swarm_s())
 
+    def follow(self, signed: SignedSpecification) -> None:
+        """Show a newer version of the specification at once."""
+
+        async def follow() -> None:
+            self._signed = signed
+            self.model.on_run(run_view(signed), self.node.clock.swarm_s())
+
+        self.node.network.run(follow(), TURN_S_MAX)
+
     def close(self) -> None:
         """Close the node and the history. May be called more than once."""
         self.node.close()
@@ -136,8 +147,8 @@ class Watch:
     # the network thread
 
     async def electors(self) -> list[Contact]:
-        """Return the electors of the head of the first entry peer that has a history, those that offer their
-        state, the most senior first. Must be called on the network thread.
+        """Return the electors that offer their state, the most senior first, from the head of the first entry
+        peer with a history. Must be called on the network thread.
         """
         donors = {contact.peer_id: contact for contact in self.collector.donors}
         for chain in await self._histories():
@@ -218,8 +229,8 @@ class Watch:
         return await experts_of(self._grids, self.config.grids)
 
     async def _histories(self) -> list[Chain]:
-        """Return the histories of the peers by which the user entered; nobody else's word makes a member.
-        Entry peers that take no part in the run have none.
+        """Return the histories of the entry peers; no other peers are trusted to name members. Entry peers
+        that do not take part in the run have no history.
         """
         found = []
         for contact in self.collector.entry:
@@ -232,14 +243,20 @@ class Watch:
         return found
 
     async def _members(self) -> None:
-        """Take the members of the run from its histories."""
+        """Update the members of the run from the entry peers' histories."""
         if self._signed is not None:
             self.node.standing.add_members(self.run.run_id, [self._signed.owner])
         for chain in await self._histories():
+            self.deciding = frozenset(chain.last_electors)
             self.node.standing.add_members(
                 self.run.run_id,
                 [*chain.electors]
                 + [peer for one in chain.certificates for peer in (*one.electors, *one.workers)],
+            )
+        contacts = {one.peer_id: one for one in (*self.collector.entry, *self.collector.donors)}
+        with contextlib.suppress(PeerError):  # nobody has a receipt yet
+            self.model.leaders.take(
+                await fetch_totals(self.node.channels, self.run.run_id, contacts.values())
             )
 
     async def _specification(self) -> RunView | None:
@@ -252,9 +269,7 @@ def _text(contact: Contact) -> str:
 
 
 def run_view(signed: SignedSpecification) -> RunView:
-    """Return the view of a specification. It includes the task's own description where the task is
-    installed.
-    """
+    """Return the view of a specification. It includes the task's own description if the task is installed."""
     specification = signed.training
     parameters, summary = None, ""
     with contextlib.suppress(SwarmError):
@@ -273,4 +288,8 @@ def run_view(signed: SignedSpecification) -> RunView:
         target=specification.target_batch_size,
         parameters=parameters,
         created_s=signed.created_s,
+        paused=specification.paused,
+        pauses=tuple((one.starts_s, one.ends_s) for one in specification.pauses),
+        ended=specification.ended,
+        message=specification.message,
     )

@@ -1,8 +1,8 @@
 """Web page of a monitor: static files of the package, history as JSON, and updates as server-sent events. The
 page loads nothing from other hosts.
 
-Runs on the node's network loop; a monitor trains nothing, so that nothing waits for it. All routes only read,
-so that there is no request to forge.
+Runs on the node's network loop, which has no other work in a monitor. All routes only read, so cross-site
+request forgery has no target.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from swarm.monitor.logic.view import MonitorEvent, MonitorView, PeerView, plain
 from swarm.monitor.watching import Watch
 
 _CLIENTS_MAX = 64
-# a page receives a message at least this often: it shows that the monitor is alive, and the age of the values
+# a page receives a message at least this often, which shows that the monitor is alive and the age of the
+# values
 _HEARTBEAT_S = 3.0
 _SHARED_S = 0.5
 _START_S = 10.0
@@ -64,7 +65,7 @@ _HEADERS = {
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Client:
-    """One open page, and what it has been sent."""
+    """One open page, and the data that was sent to it."""
 
     changed: ChangeEvent
     sent: dict[str, int] = dataclasses.field(default_factory=dict)  # PeerID -> hash of its row
@@ -72,7 +73,7 @@ class Client:
 
 
 class EventStream:
-    """Updates for the open pages; each page is sent only what it does not have yet."""
+    """Updates for the open pages; each page receives only changes."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
@@ -92,8 +93,8 @@ class EventStream:
             client.changed.notify()
 
     def _latest(self) -> PageState:
-        """Return the present state, computed once for all pages that ask within half a second: for a thousand
-        peers it takes a while.
+        """Return the current state. It is computed once for all pages that ask within half a second, because
+        it is slow for a thousand peers.
         """
         now_s = asyncio.get_running_loop().time()
         if self._page_state is None or now_s - self._page_state[0] > _SHARED_S:
@@ -120,7 +121,7 @@ class EventStream:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PageState:
-    """A view in the form that pages receive."""
+    """A view in the form that is sent to pages."""
 
     sums: dict[str, Any]
     rows: dict[str, tuple[int, dict[str, Any]]]  # PeerID -> (hash of the row, row)
@@ -139,9 +140,7 @@ class PageState:
 
 
 def update_for(client: Client, page_state: PageState) -> dict[str, Any]:
-    """Return what the page does not have yet: the sums, changed rows of peers, and new events. Records them
-    as sent.
-    """
+    """Return the update for a page (sums, changed rows of peers, and new events), and record it as sent."""
     changed = [row for peer_id, (mark, row) in page_state.rows.items() if client.sent.get(peer_id) != mark]
     gone = [peer_id for peer_id in client.sent if peer_id not in page_state.rows]
     client.sent = {peer_id: mark for peer_id, (mark, _) in page_state.rows.items()}
@@ -155,8 +154,8 @@ def update_for(client: Client, page_state: PageState) -> dict[str, Any]:
 
 
 def row_of(peer: PeerView, now_s: float) -> dict[str, Any]:
-    """Return the row of a peer, with times instead of ages, so that it changes only when its peer publishes
-    something.
+    """Return the row of a peer. It contains times instead of ages, so that it changes only when the peer
+    publishes.
     """
     row = {
         name: value
@@ -216,9 +215,9 @@ def make_app(watch: Watch, stream: EventStream) -> Starlette:
 
 
 def names_this_machine(host: str) -> bool:
-    """Return whether a request's Host header is an address, or a name of this machine. A foreign name means
-    that somebody's name service sent a browser here, to read the page through a page of theirs (DNS
-    rebinding).
+    """Return whether a request's Host header is an address, or a name of this machine. Any other name
+    indicates DNS rebinding: a foreign site pointed its name at this machine to read the page through a
+    browser.
     """
     own = socket.gethostname().lower()
     try:
@@ -232,7 +231,7 @@ def names_this_machine(host: str) -> bool:
 
 
 class HostCheck:
-    """The application, for requests whose Host header names this machine."""
+    """Wraps the application; forwards only requests whose Host header names this machine."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

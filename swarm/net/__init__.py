@@ -1,4 +1,4 @@
-"""The transport: gRPC over mutual TLS that is derived from PeerIDs alone."""
+"""The transport: gRPC over mutual TLS, with certificates derived from PeerIDs only."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Which addresses this node announces: those that its user gives; in a private network those of the machine;
-in the internet those at which other peers have called it back.
+"""Decide which addresses this node announces: those that its user gives; in a private network those of the
+machine; on the internet those at which other peers have called it back.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class OwnAddresses:
 
     peer_id: PeerId
     listening: tuple[str, int] | None = None  # host and port; None: it does not listen
-    given: tuple[Address, ...] = ()  # by the user, who knows that they work; then nobody is asked
+    given: tuple[Address, ...] = ()  # given by the user; they are trusted to work, so no peer is asked
     named: tuple[Contact, ...] = ()  # peers that the user, or an invite, gave
 
 
 class Announcing:
-    """The contact that a node announces, and how it follows from what other peers say. It belongs to the
-    network thread.
+    """The contact that a node announces, updated from the answers of other peers. It belongs to the network
+    thread.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Announcing:
         surroundings: Surroundings,
         on_changed: Callable[[Contact], None],
     ) -> None:
-        """`on_changed` is called with every other contact than the first."""
+        """`on_changed` is called with every contact after the first one."""
         self._peer_id, self._own = own.peer_id, own
         self._channels, self._book, self._standing = channels, book, standing
         self._surroundings, self._on_changed = surroundings, on_changed
@@ -64,9 +64,9 @@ class Announcing:
         port = own.listening[1] if own.listening is not None else 0
         self._changed = ChangeEvent()
         self._mapping = PortMapping(port, on_found=self._changed.notify)
-        self._relay_mapping: PortMapping | None = None  # of the port at which this peer relays
+        self._relay_mapping: PortMapping | None = None  # mapping of the port at which this peer relays
         hosts = [address.host for one in own.named for address in one.addresses]
-        # names that the user gave may turn out to be in the internet
+        # names that the user gave may resolve to addresses on the internet
         self._is_unresolved = any(scope_of(host) is None for host in hosts) and surroundings.is_open
         surroundings.widen(address.host for address in own.given)
         presumed: list[Address] = []
@@ -79,11 +79,12 @@ class Announcing:
         now_s = asyncio.get_running_loop().time()
         self._machine = Reachability(port, now_s, presumed, is_closed=self._is_closed)
         self._is_seen = False  # a peer of the internet has answered a Hello
-        self._has_waited = False  # for that, in vain
+        self._has_waited = False  # it has waited in vain for such an answer
         self._was_asked = False  # others were asked, or it has waited again
-        self._told = ""
-        self._relays: tuple[Contact, ...] = ()  # through which this peer takes calls while it is hidden
-        self._is_searching = False  # for such relays
+        self._last_sentence = ""
+        # relays through which this peer can be called while it is hidden
+        self._relays: tuple[Contact, ...] = ()
+        self._is_searching = False  # it is looking for such relays
         self.on_verdict: list[Callable[[], None]] = []  # called when `reach` or `contact` has changed
         self._listeners: list[Callable[[str], None]] = []
         self.contact = Contact(own.peer_id, self._addresses())
@@ -91,8 +92,8 @@ class Announcing:
 
     @property
     def reach(self) -> NodeReach:
-        """Return "direct" when others can call this peer, as far as it knows; "relayed" when they can through
-        relays, and "hidden" when they have tried in vain; "none" when it does not listen; else "unknown".
+        """Return how others can call this peer, as far as it knows: "direct", "relayed" (through relays),
+        "hidden" (they have tried in vain), "none" (it does not listen), or "unknown".
         """
         if self._own.listening is None:
             return "none"
@@ -103,7 +104,7 @@ class Announcing:
     @property
     def sentence(self) -> str:
         """Return how others reach this peer, as a sentence for its user; empty while that is not known, on
-        loopback, and where the user has said it.
+        loopback, and if the user has given the addresses.
         """
         if self._asks():
             if self._is_searching and self.is_hidden and not self._relays:
@@ -144,8 +145,8 @@ class Announcing:
         return self._own.listening
 
     def on_relays(self, relays: Sequence[Contact], *, is_searching: bool) -> None:
-        """Set the relays through which this peer can be called now, and whether it still looks for some:
-        until then it does not say that nobody can call it.
+        """Set the relays through which this peer can be called now, and whether it is still looking for some.
+        While it is looking, it does not report that nobody can call it.
         """
         self._relays, self._is_searching = tuple(relays), is_searching
         self._update()
@@ -153,8 +154,8 @@ class Announcing:
     def tell(self, listener: Callable[[str], None]) -> None:
         """Call `listener` with `sentence` now, unless it is empty, and with every later one."""
         self._listeners.append(listener)
-        if self._told:
-            listener(self._told)
+        if self._last_sentence:
+            listener(self._last_sentence)
 
     def on_introduced(self, introduction: Introduction) -> None:
         """Process a peer's answer to a Hello. A peer in the internet can be asked for a call, and knows the
@@ -164,7 +165,8 @@ class Announcing:
         peer, observed = introduction.contact.peer_id, introduction.observed
         connection = self._channels.connection_to(peer)
         hosts = [host for host, _ in connection.endpoints] if connection is not None else []
-        if observed and Scope.INTERNET in map(scope_of, hosts):  # a near peer's word would not do
+        # a peer in the same network cannot confirm this
+        if observed and Scope.INTERNET in map(scope_of, hosts):
             self._surroundings.widen([observed])
             self._machine.on_observed(peer, observed, asyncio.get_running_loop().time())
             self._machine.on_candidate(asyncio.get_running_loop().time())
@@ -173,7 +175,7 @@ class Announcing:
         self._changed.notify()
 
     async def run(self) -> None:
-        """Ask other peers for calls whenever that is due, and follow the machine's addresses, until
+        """Ask other peers to call back whenever this is due, and follow the machine's addresses, until
         cancelled.
         """
         loop = asyncio.get_running_loop()
@@ -188,22 +190,22 @@ class Announcing:
             if candidates and self._machine.due_s <= loop.time():
                 await self._check(candidates)
             self._update()
-            # without candidates the next introduction brings one
+            # without candidates, wait for the next introduction
             wait_s = self._machine.due_s - loop.time() if candidates else _INTERFACES_S
             await self._changed.wait(min(max(wait_s, 0.0), _INTERFACES_S))
 
     def relay_port(self, port: int) -> int:
-        """Return the port at which others may reach a relay that listens at this port: itself, or the one
-        that a router forwards on request; 0: it does not forward one (yet).
+        """Return the port at which others may reach a relay that listens at this port: this port, or the one
+        that a router forwards on request; 0: the router does not forward one (yet).
         """
         if not self._mapping.is_open:
             return port
         return self._relay_mapping.port if self._relay_mapping is not None else 0
 
     async def relay_reached(self, port: int) -> bool | None:
-        """Return whether others reach this machine at the port at which it relays; None when those that were
-        asked did not say. Where nobody can be asked, it is presumed, as the addresses of a first peer are. A
-        router that has forwarded a port on request is asked for this one, too.
+        """Return whether others reach this machine at the port at which it relays; None if the asked peers
+        gave no answer. If nobody can be asked, it is presumed, like the addresses of a first peer. A router
+        that has forwarded a port on request is asked to forward this one, too.
         """
         if self._mapping.is_open:
             if self._relay_mapping is None:
@@ -250,7 +252,7 @@ class Announcing:
         return [one for one in self._of_machine if scope_of(one.host) is Scope.INTERNET]
 
     def _is_behind_router(self) -> bool:
-        """Return whether this machine has private IPv4 addresses only, as behind a router that translates."""
+        """Return whether this machine has private IPv4 addresses only, as behind a router with NAT."""
         versions = {ip.version for one in self._public() if (ip := ip_of(one.host)) is not None}
         return 4 not in versions and any(scope_of(one.host) is Scope.SITE for one in self._of_machine)
 
@@ -285,8 +287,8 @@ class Announcing:
             _logger.info("this peer announces %s", ", ".join(contact.published) or "no address")
             self._on_changed(contact)
         sentence = self.sentence
-        if sentence and sentence != self._told:
-            self._told = sentence
+        if sentence and sentence != self._last_sentence:
+            self._last_sentence = sentence
             for listener in self._listeners:
                 listener(sentence)
         now = self.reach, contact
@@ -323,7 +325,7 @@ class Announcing:
             asking = [group.create_task(self._ask(contact)) for contact in asked]
         self._was_asked = True
         found = [one for task in asking if (one := task.result()) is not None]
-        # A peer of one's own network may be on one's own side of its firewall.
+        # A peer in the same network may be inside the same firewall, so its call would prove nothing.
         outside = [answer for answer, source in found if prefix_of(source) != prefix_of(answer.observed)]
         answers = outside or [answer for answer, _ in found]
         self._machine.on_answers(answers, len(candidates), now_s())
@@ -349,7 +351,7 @@ def _sentence(reach: Reach, through: str, *, was_asked: bool) -> str:
     if reach.verdict == "direct" and reach.by:
         places = " and ".join(f"{one.host}:{one.port}" for one in reach.addresses)
         return f"others reach this machine at {places}: {names} called it there"
-    why = f"{names} called it directly in vain" if reach.by else "it listens for calls of this machine alone"
+    why = f"{names} called it directly in vain" if reach.by else "it listens for calls from this machine only"
     if reach.verdict == "hidden" and through:
         return f"others reach this machine through {through}, because {why}"
     if reach.verdict == "hidden" and not reach.by:

@@ -1,7 +1,7 @@
 """Limits on the calls, or streams of calls, that callers have open: those of each peer, of the strangers
 behind one address prefix, of all strangers, and of everybody.
 
-Identities are free and addresses are not: the strangers of one address prefix (/24 of IPv4, /48 of IPv6)
+Identities cost nothing, but addresses do: the strangers of one address prefix (/24 of IPv4, /48 of IPv6)
 together get half of what all strangers get. Members are not counted with them, so that the members at a
 university that share one public address do not exclude one another.
 """
@@ -19,8 +19,8 @@ _caller_host: ContextVar[str] = ContextVar("_caller_host", default="")
 
 
 def caller_host() -> str:
-    """Return the IP address that the call which is being handled came from; empty when that is not known.
-    Only few handlers need it, so it is no argument of all of them.
+    """Return the IP address that the call which is being handled came from; empty if it is not known. Few
+    handlers need it, so it is not an argument of every handler.
     """
     return _caller_host.get()
 

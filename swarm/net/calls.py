@@ -1,8 +1,8 @@
-"""Small calls that share one stream. A unary gRPC call costs both ends together about 0.5 ms of processor
-time, most of it per call and not per byte.
+"""Small calls that share one stream, because a unary gRPC call costs both ends together about 0.5 ms of
+processor time, most of it per call and not per byte.
 
 On every control connection the caller keeps one stream open. Calls that are made while a message is being
-sent travel together in the next one, and so do their answers: the busier a connection is, the less a call
+sent are combined in the next message, and so are their answers. The busier a connection is, the less a call
 costs (docs/decisions/0012). Each call keeps the properties of a separate call: a number, a status,
 cancellation, and the limits of `Server`. Large requests, and methods with large replies, use separate gRPC
 calls, because on this stream they would delay everything behind them.
@@ -36,8 +36,8 @@ _METHOD_CHARACTERS_MAX = 200
 # Turns of the event loop that a message waits for further calls, while other calls are in progress.
 _TURNS = 2
 UNSENT_MAX = 1024  # queued answers at which the callee stops reading calls from a slow caller
-_TURN_S = 0.01  # a callee that works through a message lets other tasks run this often
-ANSWER_S_MAX = 20.0  # a caller that takes no answer for this long loses its stream
+_TURN_S = 0.01  # while a callee processes a message, it lets other tasks run at this interval
+ANSWER_S_MAX = 20.0  # the stream of a caller that reads no answer for this long is closed
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 _UNKNOWN = grpc.StatusCode.UNKNOWN
@@ -47,8 +47,8 @@ Outcome = tuple[grpc.StatusCode, str, bytes]  # status, details of a failure, th
 
 
 class SharedCallsUnavailable(Exception):
-    """The other end takes no shared calls, or no more streams of them. Nothing was handled: make each call
-    separately.
+    """The other end does not accept shared calls, or no more streams of them. No call was handled: make each
+    call separately.
     """
 
 
@@ -168,7 +168,7 @@ class CallStream:
         batch, size_bytes = CallBatch(), 0
         while self._unsent and size_bytes < _BATCH_BYTES and len(batch.calls) < BATCH_CALLS_MAX:
             number, method, request = self._unsent.popleft()
-            if number in self._waiting:  # otherwise it was cancelled before it was sent
+            if number in self._waiting:  # skip calls that were cancelled before they were sent
                 batch.calls.add(number=number, method=method, request=request)
                 size_bytes += len(request)
         while self._cancelled and len(batch.cancelled) < _BATCH_CANCELLED_MAX:
@@ -177,8 +177,8 @@ class CallStream:
 
 
 async def _let_others_queue() -> None:
-    """Let other tasks queue their calls first: a message costs as much as ten calls in one. Without other
-    calls in progress on the connection a call is sent at once.
+    """Let other tasks queue their calls first, because a message costs as much as ten calls inside it. If no
+    other calls are in progress on the connection, a call is sent at once.
     """
     for _ in range(_TURNS):
         await asyncio.sleep(0)
@@ -195,7 +195,7 @@ class ServedCalls:
     `handle(method, request)` is the RPC boundary and must not raise. `handle_now` does the same for calls
     that never wait and need no task; for any other call it returns how many bytes of its answer are to be
     counted before it begins. `enter` and `leave` count calls: a call is open until its answer has been sent,
-    so a caller that reads nothing cannot make answers pile up; `room` counts their bytes.
+    so answers to a caller that does not read cannot accumulate. `room` counts their bytes.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class ServedCalls:
         except* PeerError as errors:
             broken = errors.exceptions[0]
         except* aio.BaseError:
-            pass  # the connection broke; the caller notices it, too
+            pass  # the connection broke, and the caller notices this by itself
         finally:
             for _, outcome, counted in self._unsent:
                 self._room.release(_answer_bytes(outcome))
@@ -320,7 +320,9 @@ class ServedCalls:
         self._put(call.number, outcome, counted=True)
 
     def _performed(self, number: int, task: asyncio.Task[None]) -> None:
-        """Count a call as ended when its task was cancelled before it began: no line of its coroutine ran."""
+        """Count a call as ended if its task was cancelled before it began, because its coroutine did not run
+        then.
+        """
         del self._open[number]
         if task.cancelled():
             self._leave()
@@ -349,7 +351,7 @@ class ServedCalls:
                     async with asyncio.timeout(ANSWER_S_MAX):
                         await self._context.write(batch.SerializeToString())
                 except TimeoutError:
-                    raise PeerError(f"it took no answer for {ANSWER_S_MAX:g} s") from None
+                    raise PeerError(f"it read no answer for {ANSWER_S_MAX:g} s") from None
                 finally:
                     self._room.release(size_bytes)
                     for _ in range(counted):
@@ -367,6 +369,6 @@ def _checked(method: str, outcome: Outcome) -> Outcome:
         return outcome
     return (
         grpc.StatusCode.OUT_OF_RANGE,
-        f"the reply has more than {SHARED_REPLY_BYTES_MAX} bytes: {method} wants a call of its own",
+        f"the reply has more than {SHARED_REPLY_BYTES_MAX} bytes: {method} needs a separate call",
         b"",
     )

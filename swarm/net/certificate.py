@@ -1,4 +1,4 @@
-"""Mutual TLS from PeerIDs alone (docs/decisions/0001).
+"""Mutual TLS from PeerIDs only (docs/decisions/0001).
 
 The server's leaf certificate is issued by its identity. The caller creates the trust anchor itself, from the
 public key inside the PeerID that it wants to reach: nothing has to be fetched or pinned beforehand, and an
@@ -33,11 +33,12 @@ _SIGNED_PREFIX = b"libp2p-tls-handshake:"
 _PUBLIC_KEY_PREFIX = bytes.fromhex("08011220")  # libp2p's protobuf PublicKey: type Ed25519, 32 bytes of data
 _SIGNATURE_BYTES = 64
 _CERTIFICATE_BYTES_MAX = 8192
-# Valid at any time: a wrong clock is reported by name elsewhere instead of failing in the handshake.
+# Certificates are valid at any time. A wrong clock is reported elsewhere with a clear message, instead of
+# failing in the handshake.
 _VALID_FROM = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC)
 _VALID_UNTIL = datetime.datetime(9999, 12, 31, 23, 59, 59, tzinfo=datetime.UTC)
 _COURTESY_NAME = "swarm courtesy CA: its key is public, it vouches for nobody"
-# Public on purpose: it only makes gRPC request and pass on certificates of callers.
+# Public on purpose: this key only makes gRPC request certificates of callers and forward them.
 _COURTESY_SECRET = 0x5741524D
 _NOBODY = PeerId(hashlib.sha256(b"swarm: the peer of the blank trust anchor").digest())
 
@@ -89,7 +90,7 @@ def trust_anchor(peer_id: PeerId) -> bytes:
 
 @functools.cache
 def _blank_anchor() -> bytes:
-    """Return the trust anchor (DER) of a peer that does not exist."""
+    """Return the trust anchor (DER) for a placeholder PeerID, the template of all others."""
     builder = _builder(
         str(_NOBODY), str(_NOBODY), Ed25519PublicKey.from_public_bytes(_NOBODY.public_key)
     ).add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
 import grpc
@@ -42,8 +41,7 @@ _STREAMS_END_S_MAX = 0.2
 _KNOCK = "/swarm.Node/Hello"
 
 
-# 150 kB each; the one unused for the longest time is closed for a new one. Too small: peers are dialed again
-# and again.
+# 150 kB each; a new one replaces the one unused for the longest time. Too small: peers are dialed repeatedly.
 CONNECTIONS_MAX = 512
 IDLE_S = 120.0  # an unused connection is closed after this time: the peers of a round meet again within it
 
@@ -104,10 +102,11 @@ class Channels:
         self._certificate = client_certificate(identity)
         self._on_connected = on_connected
         self._throttle = throttle or Throttle(Bandwidth())
-        self._membership = membership  # of this process in an invited run; shown to every dialed peer
+        # membership of this process in an invited run; shown to every dialed peer
+        self._membership = membership
         self._routes = routes or Routes()
         self._links: dict[tuple[PeerId, int], _Link] = {}
-        self._pooled: dict[int, _PooledConnection] = {}  # by id() of the connection
+        self._pooled: dict[int, _PooledConnection] = {}  # connections by their id()
         self._last_working: dict[PeerId, Address] = {}  # the address that worked last
         self._closed = False
         self._streams = Supervisor()
@@ -118,8 +117,8 @@ class Channels:
         """Make a unary call, connecting first when needed, all within `timeout_s`.
 
         Raises NetworkError when the peer cannot be reached or the connection broke (the call may or may not
-        have been handled), DeadlineExceeded, PeerError when the peer refused and why, and UsageError when the
-        request is larger than the method allows.
+        have been handled), DeadlineExceeded, PeerError with the reason when the peer refused, and UsageError
+        when the request is larger than the method allows.
         """
         raw = request.SerializeToString()
         if len(raw) > method.request_bytes_max:
@@ -166,24 +165,19 @@ class Channels:
             ) from None
         return reply
 
-    def open_stream(
+    @contextlib.asynccontextmanager
+    async def open_stream(
         self, contact: Contact, method: StreamMethod, *, timeout_s: float | None, connection: int = 0
-    ) -> AbstractAsyncContextManager[Stream]:
+    ) -> AsyncIterator[Stream]:
         """Open a stream for the length of an `async with`; leaving it before the other end has finished
         cancels it.
 
         `timeout_s` limits the whole stream, connecting included (None: no limit). A `connection` above 0 uses
         a TCP connection of its own.
         """
-        return self._open_stream(contact, method, timeout_s, connection)
-
-    @contextlib.asynccontextmanager
-    async def _open_stream(
-        self, contact: Contact, method: StreamMethod, timeout_s: float | None, number: int
-    ) -> AsyncIterator[Stream]:
         loop = asyncio.get_running_loop()
         deadline_s = None if timeout_s is None else loop.time() + timeout_s
-        link, pooled = await self._enter(contact, number, timeout_s, method.name)
+        link, pooled = await self._enter(contact, connection, timeout_s, method.name)
         try:
             remaining_s = None if deadline_s is None else max(deadline_s - loop.time(), 0.001)
             call = pooled.connection.channel.stream_stream(method.name)(timeout=remaining_s)
@@ -372,7 +366,7 @@ class Channels:
         """Dial the peer. The caller holds the link's lock."""
         if link.connection is not None and _alive(link.connection):
             return link.connection
-        # It failed while this caller was waiting for it.
+        # The dial failed while this caller was waiting for the lock.
         if link.failure is not None and link.failed_s > asked_s:
             raise type(link.failure)(str(link.failure))
         stale, link.connection = link.connection, None

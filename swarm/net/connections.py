@@ -1,15 +1,15 @@
-"""Limits on the connections that callers hold open, and on the new ones that strangers make. The surplus is
-closed.
+"""Limits on the connections that callers hold open, and on new connections of strangers. Connections above a
+limit are closed.
 
-A connection costs memory before its caller is known. gRPC counts connections, but not whose they are, so the
-sockets of the server are listed once a second. A caller that has made no call yet is not known, and honest
-callers make one at once.
+A connection costs memory before its caller is known. gRPC counts connections, but not per caller, so the
+sockets of the server are listed once a second. A caller is known after its first call, which honest callers
+make at once.
 
-A new connection costs a TLS handshake, and its calls cost what they ask for. Only the handshake tells a
-member from a stranger of the same address. Strangers of one address prefix that make too many connections,
-and those that come when all strangers together make too many, therefore get the handshake and nothing else:
-the first call is refused before its request is read, and the connection is closed. For the next seconds the
-system drops further connections from such a prefix before the handshake, except from hosts of members.
+A new connection costs a TLS handshake, and then the work of its calls. Only the handshake distinguishes a
+member from a stranger at the same address. If the strangers of one address prefix, or all strangers together,
+make too many connections, further ones get only the handshake: the first call is refused before its request
+is read, and the connection is closed. For the next seconds the system drops new connections from such a
+prefix before the handshake, except those from hosts of members.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from swarm.net.scope import prefix_of
 from swarm.runtime.listener_filter import HOSTS_MAX, NETWORKS_MAX, Instruction, attach, program
 from swarm.runtime.sockets import Endpoint, OpenSocket, SocketList, shut_down
 
-CONNECTIONS_MAX = 1024  # no more are accepted; strangers get half of them where members are known
-# of callers that have not made a call: 86 KiB each once they have proven their PeerID by TLS, 47 KiB before
+CONNECTIONS_MAX = 1024  # no more are accepted; if members are known, strangers get half of them
+# connections of callers without a call: 86 KiB each after the TLS handshake, 47 KiB before it
 UNKNOWN_MAX = 96
 UNKNOWN_PER_PREFIX_MAX = 64
-UNKNOWN_AT_ONCE_MAX = 512  # 43 MiB, also of those that came a moment ago
+UNKNOWN_AT_ONCE_MAX = 512  # 43 MiB; includes connections within the grace period
 UNKNOWN_GRACE_S = 5.0  # too short: callers lose connections that a busy machine could not serve in time
 # New connections of strangers of one address prefix: at once, and per second. Too small:
 # newcomers behind one public address wait for their first calls. Each makes a few connections.
@@ -39,34 +39,36 @@ ARRIVALS_PER_S = 1.0
 # The same of all strangers together: each costs 6 ms of processor time, of which 2 ms are the handshake.
 ALL_ARRIVALS_MAX = 160
 ALL_ARRIVALS_PER_S = 4.0
-# Of these the last ones are for prefixes that had few: a newcomer from elsewhere gets in during an attack, as
-# long as those few of the attacker's prefixes do not use up what all get (from more than 32 prefixes).
+# The last of these tokens are reserved for prefixes with few connections. A newcomer from another prefix can
+# therefore connect during an attack, unless the attacker uses more than 32 prefixes.
 RESERVED = 32
 FEW_MAX = 4
 FEW_PER_S = 0.125
-AWAY_S = 3.0  # a prefix that made too many is turned away before the handshake, then let in for a second
-_LOCAL_HOSTS = ("127.0.0.1", "::1")  # what comes through a relay comes from there
+# a prefix with too many is filtered before the handshake for this long, then allowed for a second
+AWAY_S = 3.0
+_LOCAL_HOSTS = ("127.0.0.1", "::1")  # relayed connections come from these hosts
 _PREFIXES_MAX = 4096
 _INTERVAL_S = 1.0
-_PER_TURN = 64  # connections that are looked up or closed in a turn of the event loop: about 2 ms
+_PER_TURN = 64  # connections that are looked up or closed per turn of the event loop: about 2 ms
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A connection that somebody holds. `peer_id` is None while its caller is not known."""
+    """An open connection. `peer_id` is None while its caller is not known."""
 
     endpoint: Endpoint
     since_s: float
     peer_id: PeerId | None
-    prefix: str  # of its address; the relay's, where it comes through one
+    prefix: str  # prefix of its address, or the name of its relay
 
 
 def surplus(held: Iterable[Held], standing: PeerStanding, now_s: float) -> list[Held]:
     """Return the connections to close, so that limits hold again.
 
-    Callers that are not known after `UNKNOWN_GRACE_S` lose the oldest first: who wanted to call has. Above
-    `UNKNOWN_AT_ONCE_MAX` of them there is no such grace. Of known strangers those that came last go, from the
-    address prefixes that hold most. Members keep all.
+    Of callers that are still unknown after `UNKNOWN_GRACE_S`, the oldest connections are closed first,
+    because honest callers call at once. Above `UNKNOWN_AT_ONCE_MAX` unknown callers there is no grace. Of
+    known strangers, the latest connections of the address prefixes with the most connections are closed.
+    Members keep all.
     """
     unknown, strangers = [], []
     for one in sorted(held, key=lambda one: one.since_s):
@@ -75,7 +77,7 @@ def surplus(held: Iterable[Held], standing: PeerStanding, now_s: float) -> list[
         elif not standing.is_member(one.peer_id):
             strangers.append(one)
     strangers_max = CONNECTIONS_MAX // 2 if standing.has_members() else CONNECTIONS_MAX
-    unknown.reverse()  # `_beyond` keeps the first ones
+    unknown.reverse()  # `_beyond` keeps the first ones, here the newest
     at_once = _beyond(unknown, UNKNOWN_AT_ONCE_MAX, UNKNOWN_AT_ONCE_MAX)
     closed = set(at_once)
     old = [one for one in unknown if now_s - one.since_s >= UNKNOWN_GRACE_S and one not in closed]
@@ -141,7 +143,7 @@ class Arrivals:
     """
 
     def __init__(self) -> None:
-        # prefix -> tokens, and those for prefixes with few connections; the prefix used longest ago comes
+        # prefix -> (tokens, tokens for prefixes with few connections); the least recently used prefix comes
         # first
         self._left: OrderedDict[str, tuple[_Bucket, _Bucket]] = OrderedDict()
         self._of_all: _Bucket | None = None
@@ -168,14 +170,13 @@ class Arrivals:
         return is_answered
 
     def refuse(self, prefix: str) -> None:
-        """Note that a prefix has more connections than it may."""
+        """Record that a prefix has too many connections."""
         if prefix not in self._away_until_s and len(self._refused) < NETWORKS_MAX:
             self._refused[prefix] = None
 
     def turn(self, now_s: float) -> list[str]:
-        """Return the prefixes to be turned away before the handshake until the next call, a second later.
-        None is turned away for longer than `AWAY_S` at a stretch: strangers that are honest come from there,
-        too.
+        """Return the prefixes to filter before the handshake until the next call, a second later. No prefix
+        is filtered for longer than `AWAY_S` without a pause, because honest strangers may share it.
         """
         away = {prefix: until_s for prefix, until_s in self._away_until_s.items() if until_s > now_s}
         away |= dict.fromkeys(self._refused, now_s + AWAY_S)
@@ -193,22 +194,23 @@ class Connections:
         port: Callable[[], int | None],
         tunnelled: Callable[[Endpoint], str] = lambda endpoint: "",
     ) -> None:
-        """`port` returns the port of the server, None while it does not listen; `tunnelled` through which
-        relay a connection from an endpoint comes, empty if through none.
+        """`port` returns the port of the server, None while it does not listen; `tunnelled` returns the relay
+        through which a connection from an endpoint comes, empty if there is none.
         """
         self._standing, self._port, self._tunnelled = standing, port, tunnelled
         self._since_s: dict[Endpoint, float] = {}
         self._callers: dict[Endpoint, PeerId] = {}
-        self._refused: set[Endpoint] = set()  # of strangers that made too many
+        self._refused: set[Endpoint] = set()  # endpoints of strangers that made too many connections
         self._arrivals = Arrivals()
-        self._hosts: OrderedDict[str, None] = OrderedDict()  # of members, the one that called last at the end
-        self.turned_away: list[str] = []  # prefixes, until the next look at the sockets
-        self._filter: list[Instruction] = []  # of the listening sockets
+        # hosts of members, in the order of their last calls
+        self._hosts: OrderedDict[str, None] = OrderedDict()
+        self.turned_away: list[str] = []  # prefixes that are filtered until the next check of the sockets
+        self._filter: list[Instruction] = []  # program of the listening sockets
         self._sockets = SocketList()
 
     def prefix_of(self, endpoint: Endpoint) -> str:
-        """Return what limits count a connection under: its address prefix, or the relay that it comes
-        through, because then its address is this machine's.
+        """Return the name under which limits count a connection: its address prefix or, because a relayed
+        connection has an address of this machine, its relay.
         """
         return self._tunnelled(endpoint) or prefix_of(endpoint[0])
 
@@ -239,14 +241,14 @@ class Connections:
         return is_answered
 
     async def run(self) -> None:
-        """Close the surplus once a second, and turn away the prefixes that it came from, until cancelled."""
+        """Once a second, close the surplus and filter the prefixes that caused it, until cancelled."""
         while True:
             await asyncio.sleep(_INTERVAL_S)
             await self.close_surplus(asyncio.get_running_loop().time())
 
     async def close_surplus(self, now_s: float) -> int:
         """Close the connections beyond the limits, and return their number. Other tasks run in between,
-        because a flood brings hundreds at once.
+        because an attack opens hundreds at once.
         """
         port = self._port()
         if port is None:
@@ -261,7 +263,7 @@ class Connections:
             if number % _PER_TURN == 0:
                 await asyncio.sleep(0)
         self._since_s = {endpoint: self._since_s.get(endpoint, now_s) for endpoint in open_now}
-        for endpoint in callers:  # without those that were opened meanwhile
+        for endpoint in callers:  # only connections of the list, not those opened meanwhile
             if endpoint not in open_now:
                 del self._callers[endpoint]
                 self._refused.discard(endpoint)
@@ -284,7 +286,7 @@ class Connections:
         return len(closed)
 
     def _turn_away(self, listening: Iterable[OpenSocket], now_s: float) -> None:
-        """Let the system drop new connections from prefixes that made too many. Where it cannot, they are
+        """Let the system drop new connections from prefixes that made too many. If it cannot, they are
         refused after the handshake.
         """
         away = self.turned_away = self._arrivals.turn(now_s)

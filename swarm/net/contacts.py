@@ -10,10 +10,10 @@ from swarm.core.ids import ADDRESSES_MAX, Contact, PeerId
 from swarm.wire.peer_pb2 import Contact as WireContact
 
 _ADDRESS_CHARACTERS_MAX = 300
-_NOBODY = PeerId(bytes(32))  # whose addresses are parsed one by one
+_NOBODY = PeerId(bytes(32))  # placeholder for parsing single addresses
 
 
-# The same few contacts travel in every answer. The caches are bounded, also against input from strangers.
+# Most answers contain the same few contacts. The caches are bounded, also against input from strangers.
 @functools.lru_cache(maxsize=2048)
 def contact_to_wire(contact: Contact) -> WireContact:
     """Encode a contact. The message is cached: copy it into another one, do not change it."""

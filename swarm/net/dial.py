@@ -26,9 +26,9 @@ _DIALED_MAX = 256
 
 _CLIENT_OPTIONS: tuple[tuple[str, int], ...] = (
     *SIZE_OPTIONS,
-    # Otherwise channels to one peer share one TCP connection, and its backoff after a failure.
+    # Without this, channels to one peer would share one TCP connection and its back-off after a failure.
     ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.enable_http_proxy", 0),  # an HTTP proxy set in the environment is not meant for peers
+    ("grpc.enable_http_proxy", 0),  # ignore an HTTP proxy from the environment
     ("grpc.enable_retries", 0),  # the caller decides whether a call may be repeated
     ("grpc.service_config_disable_resolution", 1),
     ("grpc.keepalive_time_ms", 20_000),
@@ -39,7 +39,7 @@ _CLIENT_OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 class TunnelWays(Protocol):
-    """Ways to peers that take calls through relays only."""
+    """Provides local endpoints for peers that can be called through relays only."""
 
     async def endpoint(self, contact: Contact) -> Address:
         """Return the address on loopback that stands for this peer. Raises SwarmError when there is none."""
@@ -52,13 +52,13 @@ class TunnelWays(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """How peers are reached: `surroundings` say which of their addresses are dialed, `tunnels` lead to those
-    that take calls through relays; None: these cannot be called.
+    """Ways to reach peers. `surroundings` decide which of their addresses are dialed. `tunnels` lead to peers
+    that can be called through relays only; None: such peers cannot be called.
     """
 
     surroundings: Surroundings = field(default_factory=Surroundings)
     tunnels: TunnelWays | None = None
-    # (IP, port) pairs that were dialed last: a connection to them may be under way
+    # recently dialed (IP, port) pairs, to which a connection may be in progress
     dialed: deque[Endpoint] = field(default_factory=lambda: deque(maxlen=_DIALED_MAX))
 
     def permitted(self, peer_id: PeerId, address: Address, endpoints: list[Endpoint]) -> list[Endpoint]:
@@ -80,7 +80,7 @@ class Connection:
 
     @property
     def where(self) -> str:
-        """Return how the peer is reached, for sentences."""
+        """Return how the peer is reached, for messages."""
         return _where(self.address)
 
 
@@ -94,8 +94,8 @@ async def dial(
     routes: Routes | None = None,
 ) -> Connection:
     """Connect to the peer at any of its addresses; `first` is tried before the others, and a tunnel through
-    its relays after them. `options` are gRPC options that add to the usual ones or replace them. `routes` say
-    at which addresses the peer may be dialed; None: at all of them.
+    its relays after them. `options` are gRPC options that extend or replace the defaults. `routes` decide
+    which addresses may be dialed; None: all.
 
     Raises NetworkError that names the peer, each address and why it failed, or DeadlineExceeded when some
     address did not answer at all in `timeout_s`.
@@ -130,12 +130,12 @@ class _Race:
         self._contact = contact
         self._credentials = credentials
         self._options = [
-            *options,  # before the others: gRPC takes the first one of a name
+            *options,  # first in the list, because gRPC uses the first option of a name
             *_CLIENT_OPTIONS,
             ("grpc.ssl_target_name_override", tls_name(contact.peer_id)),
         ]
         self._channels: list[aio.Channel] = []
-        self._failures: dict[Address | None, str] = {}  # by what was dialed; None: the tunnel
+        self._failures: dict[Address | None, str] = {}  # reasons by dialed address; None: the tunnel
         self._winner: Connection | None = None
 
     async def run(self, addresses: list[Address | None], timeout_s: float) -> Connection:

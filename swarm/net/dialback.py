@@ -1,8 +1,8 @@
-"""Call peers back that want to know whether they can be called (`/swarm.Node/DialBack`).
+"""Call back peers that ask whether they can be called (`/swarm.Node/DialBack`).
 
-The peer that is asked connects only to the IP address that the question came from, so that nobody can make it
-connect to a third party, and checks the PeerID in the TLS handshake. The answer is only whether that worked:
-the reason would tell strangers which ports are open there.
+The asked peer connects only to the IP address from which the question came, so that it cannot be made to
+connect to a third party. It checks the PeerID in the TLS handshake. The answer says only whether this
+succeeded: a reason would reveal open ports to strangers.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from swarm.net.rpc import Handlers, Method
 from swarm.net.scope import ip_of
 from swarm.wire import peer_pb2
 
-# To connect to the peer that asks. Where its router drops what comes, the verdict waits for all of it; a TCP
-# SYN that is lost is sent again after 1 s.
+# Timeout for connecting to the asking peer. If a router drops the packets, the verdict waits for all of it.
+# The system repeats a lost TCP SYN after 1 s.
 DIAL_S = 1.5
 _CALLS_MAX = 30  # answered questions of each kind in a minute
 _GREETING = b"\x13/multistream/1.0.0\n"  # first message of both ends of a libp2p connection
@@ -34,7 +34,7 @@ DIAL_BACK = Method(
 
 
 class DialBacks:
-    """Answers the question of a peer whether it can be called."""
+    """Answers peers that ask whether they can be called."""
 
     def __init__(self, channels: Channels, standing: PeerStanding) -> None:
         self._channels = channels

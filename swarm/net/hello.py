@@ -21,9 +21,9 @@ from swarm.wire import peer_pb2
 _AGENT_CHARACTERS_MAX = 100
 _INTERVAL_S = 600.0
 _MET_MAX = 4096
-# When a peer of the same site that was dialed is greeted, in seconds from then. The DHT has announced its
-# addresses already, and each pair of newcomers that arrive together would exchange two Hellos at their
-# busiest moment. The delay is random, so that only one of the two sends one.
+# Bounds of the random delay, in seconds, between dialing a peer of the same site and sending it a Hello. The
+# DHT has announced its addresses already. Without the delay, each pair of newcomers that arrive together
+# would exchange two Hellos at their busiest moment; with it, usually only one of the two sends one.
 NEAR_HELLO_S = (20.0, 60.0)
 HELLO = Method(
     name="/swarm.Node/Hello",
@@ -36,9 +36,9 @@ HELLO = Method(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Introduction:
-    """The result of a Hello. `observed`: the IP address that this peer called from, as the other one says;
-    empty if it does not. `relay_port`: where it relays calls for others; 0: nowhere. `relayed`: how much, as
-    it says; None: it does not.
+    """The result of a Hello. `observed`: the IP address from which this peer called, as reported by the other
+    one; empty if not reported. `relay_port`: the port at which the other peer relays calls; 0: it does not
+    relay. `relayed`: its counts of relayed calls; None: not reported.
     """
 
     contact: Contact
@@ -58,8 +58,8 @@ class Introductions:
         self._caller = caller
         self._book = book
         self._met_s: OrderedDict[PeerId, float] = OrderedDict()
-        self.relay_port = 0  # on which this peer relays calls for others; 0: it does not
-        self.relayed: Callable[[], RelayCounts] | None = None  # what it has relayed
+        self.relay_port = 0  # port at which this peer relays calls for others; 0: it does not
+        self.relayed: Callable[[], RelayCounts] | None = None  # returns its counts of relayed calls
         self.on_introduced: list[Callable[[Introduction], None]] = []
 
     def register(self, handlers: Handlers) -> None:
@@ -86,8 +86,8 @@ class Introductions:
         self._note(contact.peer_id)
         reply, round_trip_s = await self._exchange(contact, timeout_s, connected)
         theirs = sender_from_wire(reply.contact, contact.peer_id)
-        # The dialed addresses work, even if the peer does not know them: behind a router it may not know its
-        # public address.
+        # The dialed addresses are proven to work, even if the peer does not report them: behind a router it
+        # may not know its public address.
         addresses = tuple(dict.fromkeys((*theirs.addresses, *contact.addresses)))[:ADDRESSES_MAX]
         introduction = Introduction(
             contact=Contact(contact.peer_id, addresses, theirs.relays),
@@ -105,8 +105,8 @@ class Introductions:
     async def _exchange(
         self, contact: Contact, timeout_s: float, connected: bool
     ) -> tuple[peer_pb2.Hello, float]:
-        """Return the answer and the round-trip time. The connection is made before, so that it does not
-        count.
+        """Return the answer and the round-trip time. The connection is made first, so that the round-trip
+        time does not include it.
         """
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s

@@ -1,8 +1,8 @@
-"""Joining the swarm, and rejoining it: in the background, for as long as the node lives.
+"""Join the swarm, and rejoin it when needed, in the background until the node closes.
 
 Every bootstrap address is tried at once; when none answers, peers remembered in the book are tried. A failed
-attempt is repeated with a back-off. A joined node repeats it occasionally, so that a bootstrap peer that
-comes back is met again, and two halves of a swarm merge after a network partition heals.
+attempt is repeated with a back-off. A joined node repeats this occasionally, to find bootstrap peers
+that have returned, and to merge two halves of a swarm after a network partition.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from swarm.net.peerbook import PeerBook
 _logger = logging.getLogger(__name__)
 
 
-# Remembered peers that are tried when no bootstrap peer answers: all at once, so that more would be a burst.
+# Remembered peers that are tried when no bootstrap peer answers. All are tried at once, so more would cause a
+# burst.
 REMEMBERED_MAX = 20
 
 
@@ -49,11 +50,12 @@ class Joining:
         self._timings = timings
         self._tried: set[PeerId] = set()
         self._lost: set[PeerId] = set()
-        # why each peer did not answer when it was last asked; a round in progress leaves what is known
+        # reason why each peer did not answer when it was last asked; kept during a round
         self.failures: dict[PeerId, str] = {}
-        self._silent: set[PeerId] = set()  # peers of this round that gave no answer in time
-        self.is_refused = False  # the last round is over: nobody answered, and nobody was silent
-        self.not_invited = ""  # the last refusal of a peer that answers invited peers only
+        self._silent: set[PeerId] = set()  # peers of this round whose answer timed out
+        # in the last completed round all peers refused or failed at once, and none timed out
+        self.is_refused = False
+        self.not_invited = ""  # the last refusal by a peer of an invited run
         self.attempted = asyncio.Event()
         self.joined = asyncio.Event()
 
@@ -102,7 +104,7 @@ class Joining:
             unknown = [contact for contact in contacts if contact.peer_id not in self._tried]
             self._tried |= {contact.peer_id for contact in unknown}
             if unknown:
-                # Set at once: a DHT operation that begins now waits for this.
+                # Set at once, because DHT operations wait for it.
                 group.create_task(self._join(unknown))
             while waiting:
                 done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)

@@ -1,6 +1,8 @@
-"""mDNS on local networks: say which run this peer trains, and find the runs of others (libp2p's discovery).
+"""mDNS on local networks: announce the run that this peer trains, and find runs of others (libp2p's
+discovery).
 
-Only interfaces with private IPv4 addresses are used. `logic/lan.py` decides what is read and believed.
+Only interfaces with private IPv4 addresses are used. `logic/lan.py` decides which announcements are read and
+trusted.
 """
 
 from __future__ import annotations
@@ -46,8 +48,8 @@ _NAME_BYTES = 20  # bytes of the random name of an announcement, which reveals n
 
 
 def private_interfaces(host: str = "0.0.0.0") -> list[IPv4Interface]:
-    """Return this machine's addresses in private networks that have multicast, with their networks: those at
-    which a server on `host` can be called.
+    """Return this machine's addresses in private networks with multicast, and these networks. Only addresses
+    at which a server on `host` can be called are included.
     """
     states = psutil.net_if_stats()
     found = []
@@ -148,7 +150,7 @@ def _records(mdns: AsyncZeroconf, interfaces: Sequence[IPv4Interface]) -> dict[s
                     continue
                 try:
                     found[name] = decode(text, interfaces)
-                except PeerError as error:  # usually of another program that uses libp2p
+                except PeerError as error:  # usually a record of another program that uses libp2p
                     _logger.debug("mDNS record %.80s is left out: %s", name, error)
 
     mdns.zeroconf.async_add_listener(Listener(), None)
@@ -160,27 +162,27 @@ async def _open(interfaces: Sequence[IPv4Interface], *, takes_answers: bool) -> 
     module = await asyncio.get_running_loop().run_in_executor(
         None, importlib.import_module, "zeroconf.asyncio"
     )
-    logging.getLogger("zeroconf").setLevel(logging.CRITICAL)  # it logs what strangers send
+    logging.getLogger("zeroconf").setLevel(logging.CRITICAL)  # zeroconf logs data from strangers
     try:
         mdns: AsyncZeroconf = module.AsyncZeroconf(interfaces=[str(one.ip) for one in interfaces])
         await mdns.zeroconf.async_wait_for_start()
     except OSError as error:
         raise NetworkError(f"mDNS cannot be used: {error.strerror or error}") from error
-    door = Doorkeeper(interfaces, takes_answers=takes_answers)
+    doorkeeper = Doorkeeper(interfaces, takes_answers=takes_answers)
     for reader in mdns.zeroconf.engine.readers:
         inner = cast(asyncio.DatagramProtocol, reader.transport.get_protocol())
-        reader.transport.set_protocol(_Door(inner, door))
+        reader.transport.set_protocol(_FilteredProtocol(inner, doorkeeper))
     return mdns
 
 
-class _Door(asyncio.DatagramProtocol):
-    """Passes on the datagrams that a `Doorkeeper` admits."""
+class _FilteredProtocol(asyncio.DatagramProtocol):
+    """Forwards the datagrams that a `Doorkeeper` admits."""
 
-    def __init__(self, inner: asyncio.DatagramProtocol, door: Doorkeeper) -> None:
-        self._inner, self._door = inner, door
+    def __init__(self, inner: asyncio.DatagramProtocol, doorkeeper: Doorkeeper) -> None:
+        self._inner, self._doorkeeper = inner, doorkeeper
 
     def datagram_received(self, data: bytes, addr: tuple[str | Any, int]) -> None:
-        if self._door.admits(data, addr[0], time.monotonic()):
+        if self._doorkeeper.admits(data, addr[0], time.monotonic()):
             self._inner.datagram_received(data, addr)
 
     def error_received(self, exc: Exception) -> None:

@@ -67,7 +67,7 @@ def best_addresses(
 
 
 def why_no_listening(host: str, port: int) -> str:
-    """Return why no server can listen there, as a sentence with what to do."""
+    """Return the reason why no server can listen there, with a remedy."""
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -102,5 +102,5 @@ def _parse_announced(text: str, port: int) -> Address:
     try:
         host, port = parse_listen(text)
     except UsageError:
-        raise UsageError(f"{text!r:.80} is no address to announce: give HOST or HOST:PORT") from None
+        raise UsageError(f"{text!r:.80} is not an address to announce: give HOST or HOST:PORT") from None
     return Address(host, port)

@@ -2,8 +2,8 @@
 answers only peers that have shown theirs.
 
 A process joins one invited run. All its services answer members of this run only, the DHT included, so that
-the peers of an invited run form a swarm of their own. The exception are entry points: peers without a
-capability whose addresses this user, or the invite, names. They take part in the DHT and in nothing else.
+the peers of an invited run form a swarm of their own. Entry points are the exception: peers without a
+capability whose addresses this user, or the invite, names. They take part only in the DHT.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from swarm.wire import run_pb2
 
 GuestRights = Literal["none", "call", "train"]
 
-_REFUSED_S = 30.0  # a peer that is no member is not asked again for this time
+_REFUSED_S = 30.0  # a peer that is not a member is not asked again for this time
 _REFUSED_MAX = 4096
 _HANDOVER_BYTES_MAX = 160
 ADMIT = Method(
@@ -48,12 +48,12 @@ class RunMembership:
         self.own = own
         self.capability = invite.capability_of(own, now_s())
         self.admission = Admission(invite.run)
-        # without entry points that turn out to be members: their capability alone decides what they may do
+        # excludes entry points that turn out to be members, whose capability decides
         self._entry_points = set(entry_points)
-        # methods for peers without a capability that are no entry points; a server of a grid sets them
+        # methods for peers that have no capability and are not entry points; a server of a grid sets them
         self.guests: GuestRights = "none"
         self._now_s = now_s
-        # peers that turned out to be no members: when, and why
+        # peers that turned out not to be members -> (time, reason)
         self._refused: OrderedDict[PeerId, tuple[float, str]] = OrderedDict()
 
     @property

@@ -56,7 +56,7 @@ class CallerStream:
         if self._finished:
             return
         self._finished = True
-        # gRPC's own end of the caller's messages, which means the same, would be one more operation
+        # gRPC's own half-close would need one more operation
         await self._write(END_OF_STREAM)
 
     def cancel(self) -> None:
@@ -73,8 +73,8 @@ class CallerStream:
                     f"peer {self.peer_id} finished {self._method.name} without taking all that was sent"
                 )
             try:
-                # Like `call.write`, which however hides the status that explains a failure behind "Internal
-                # error from Core".
+                # Replaces `call.write`, which hides the status that explains a failure behind "Internal error
+                # from Core".
                 await self._call._cython_call.send_serialized_message(message)
             except aio.InternalError:
                 await self._raise_after_failed_write()

@@ -75,9 +75,7 @@ class PeerBook:
         self.save()
 
     def record_seen(self, contact: Contact, *, round_trip_s: float | None = None, agent: str = "") -> None:
-        """Record the addresses that the peer itself, authenticated, announced. They replace the known
-        ones.
-        """
+        """Record addresses that the authenticated peer itself announced. They replace the known ones."""
 
         def update(old: KnownPeer) -> KnownPeer:
             mean_s = old.round_trip_s if round_trip_s is None else round_trip_s
@@ -149,7 +147,7 @@ class PeerBook:
             self._changed |= new != self._peers.get(peer_id)
             self._peers[peer_id] = new
             if len(self._peers) > self._entries_max:
-                # The newcomer stays, even if the clock was set back: a full book must still learn.
+                # Keep the newcomer even if the clock was set back, because a full book must still learn.
                 others = (peer for peer in self._peers.values() if peer.peer_id != peer_id)
                 del self._peers[min(others, key=_last_seen).peer_id]
 

@@ -1,10 +1,9 @@
 """Port forwarding by the router to this machine, requested with UPnP.
 
-The router of a home lets nobody in, but many forward a port for a program that asks (the protocol of Internet
-Gateway Devices). The router lends the
-forwarding for half an hour; it is renewed before every check of the verdict, and given back when the node
-closes. The router's answer proves nothing, because another router may stand before it: whether others get
-through is found out by asking them to call, as without UPnP.
+A home router blocks incoming connections, but many forward a port on request (Internet Gateway Device
+protocol). The lease lasts half an hour. It is renewed before every check of reachability, and released when
+the node closes. The router's answer proves nothing, because there may be another router behind it. As without
+UPnP, other peers are asked to call back.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from typing import Any, Final
 _logger = logging.getLogger(__name__)
 
 LEASE_S: Final = 1800  # a check of the verdict, every 600 s at most, renews it
-_PORTS_MAX = 4  # ports that are tried when other machines use the first ones
-# For routers to answer, of each of the four kinds that the library asks for one after another. It is the
-# least time that a search takes, and an answer that comes later is read while the next kind is asked for.
+_PORTS_MAX = 4  # ports that are tried if other machines use the first ones
+# Timeout of answers for each of the four kinds of routers, which the library searches in sequence. A search
+# takes at least this long. A later answer is read during the search for the next kind.
 _DISCOVER_MS = 500
 # a node waits this long for a search; where no router forwards ports, a search takes two seconds
 _FOUND_S = 1.2
@@ -30,8 +29,8 @@ _SEARCH_S = 600.0  # interval of searches for a router
 
 
 def find_router() -> Any:
-    """Return the `miniupnpc.UPnP` of the router of this network. It blocks, as its methods do; it and they
-    raise Exception when no router answers, or it refuses.
+    """Return the `miniupnpc.UPnP` of the router of this network. This function and the methods of the result
+    block, and raise Exception if no router answers or it refuses.
     """
     import miniupnpc
 
@@ -54,7 +53,8 @@ class PortMapping:
         on_found: Callable[[], None] = lambda: None,
     ) -> None:
         """`port` is the one that the node listens on. `find` finds the router, and blocks. `on_found` is
-        called when it has found one after `open` had stopped waiting for it: `open` is to be called again.
+        called if a router is found after `open` has stopped waiting; the caller should then call `open`
+        again.
         """
         self._port, self._find, self._on_found = port, find, on_found
         self._router: Any = None
@@ -71,7 +71,7 @@ class PortMapping:
 
     @property
     def is_searching(self) -> bool:
-        """Return whether the search for a router is in progress, or found one that was not asked yet."""
+        """Return whether the search is in progress, or has found a router that was not asked yet."""
         return self._searching is not None
 
     @property
@@ -86,8 +86,8 @@ class PortMapping:
         return self._outer or 0 if self._is_open else 0
 
     def on_moved(self) -> None:
-        """Note that the addresses of this machine have changed. The next `open` searches again: the router
-        may be another one, or forward to the old address.
+        """Record that the addresses of this machine have changed. The next `open` searches again, because
+        there may be a different router, or one that forwards to the old address.
         """
         self._router = self._searched_s = self._searching = None
 
@@ -116,11 +116,12 @@ class PortMapping:
             if self._router is None:
                 break
         self._is_open = False
-        self._router = self._outer = None  # it may have been replaced; the next search finds the new one
+        # the router may have been replaced; the next search finds the new one
+        self._router = self._outer = None
         return self._port
 
     async def close(self) -> None:
-        """Give the port of the router back. The mapping cannot be opened again."""
+        """Release the port of the router. The mapping cannot be opened again."""
         outer, self._outer, self._is_open = self._outer, None, False
         if outer is not None and self._router is not None:
             await self._ask(_CLOSE_S, self._router.deleteportmapping, outer, "TCP")
@@ -157,16 +158,16 @@ class PortMapping:
             self._on_found()
 
     async def _forward(self, router: Any, outer: int) -> bool:
-        """Ask the router to forward this port, and return whether it does. A port of another machine is left
-        alone.
+        """Ask the router to forward this port, and return whether it does. Does not change a mapping of
+        another machine.
         """
         here = (router.lanaddr, self._port)
         taken = await self._ask(_CALL_S, router.getspecificportmapping, outer, "TCP")
         if taken and tuple(taken[:2]) != here:
-            self._outer = None  # it is another machine's: do not delete it later
+            self._outer = None  # the mapping belongs to another machine: do not delete it later
             return False
         self._outer = outer
-        for lease_s in (LEASE_S, 0):  # some routers accept only mappings without an end
+        for lease_s in (LEASE_S, 0):  # some routers accept only permanent mappings
             arguments = (outer, "TCP", *here, "swarm", "", lease_s)
             if await self._ask(_CALL_S, router.addportmapping, *arguments):
                 return True
@@ -180,7 +181,7 @@ class PortMapping:
         answered, _ = await asyncio.wait([asked], timeout=timeout_s)
         if not answered:
             asked.cancel()
-            self._router = None  # it does not answer; the others would wait behind this call
+            self._router = None  # the router does not answer, and later calls would wait for this one
             return None
         return None if _refusal(asked) else asked.result()
 

@@ -1,5 +1,5 @@
-"""Limits on the memory that callers can make a server hold: answers that wait to be sent, and requests that
-have arrived in part.
+"""Limits on the server memory that callers can occupy: answers waiting to be sent, and partly received
+requests.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ ANSWER_BYTES_PER_PEER_MAX = 8 << 20
 ANSWER_BYTES_MAX = 32 << 20  # half of it for strangers
 READS_MAX = 32  # half of them for strangers; each holds at most one message
 READ_S_MAX = 30.0  # time for one request to arrive; too small: slow uplinks cannot send a megabyte
-# when others wait, a request that has not arrived after this time loses its place
+# if others wait, a request that has not arrived after this time is dropped
 READ_S_WHEN_OTHERS_WAIT = 2.0
 
 
 @dataclass(slots=True)
 class _Held:
-    is_stranger: bool  # when its first answer was counted
+    is_stranger: bool  # determined when its first answer was counted
     size_bytes: int = 0
 
 
@@ -35,15 +35,15 @@ class AnswerRoom:
         self._by_peer: dict[PeerId, _Held] = {}
         self._strangers_bytes = 0
         self.size_bytes = 0
-        self._waiting: dict[asyncio.Future[None], tuple[PeerId, int]] = {}  # in the order of arrival
+        self._waiting: dict[asyncio.Future[None], tuple[PeerId, int]] = {}  # waiters in the order of arrival
 
     def fits(self, peer: PeerId, size_bytes: int = 0) -> bool:
-        """Return whether an answer of this size may be made for the peer now."""
+        """Return whether an answer of this size to the peer may be produced now."""
         held = self._by_peer.get(peer)
         if held is not None and held.size_bytes + size_bytes > ANSWER_BYTES_PER_PEER_MAX:
             return False
         if self.size_bytes + size_bytes <= ANSWER_BYTES_MAX // 2:
-            return True  # a fast path that holds for strangers, too: every call of each peer asks this
+            return True  # fast path for all peers, because every call checks this
         if held.is_stranger if held is not None else not self._standing.is_member(peer):
             return self._strangers_bytes + size_bytes <= ANSWER_BYTES_MAX // 2
         return self.size_bytes + size_bytes <= ANSWER_BYTES_MAX
@@ -79,7 +79,7 @@ class AnswerRoom:
         try:
             await waiter
         except asyncio.CancelledError:
-            if self._waiting.pop(waiter, None) is None:  # it was counted in just before
+            if self._waiting.pop(waiter, None) is None:  # the bytes were counted a moment ago
                 self.release(peer, size_bytes)
             raise
 
@@ -91,7 +91,7 @@ class RequestReads:
 
     def __init__(self, standing: PeerStanding) -> None:
         self._standing = standing
-        self._places = {True: _Places(), False: _Places()}  # by whether a stranger sends the request
+        self._places = {True: _Places(), False: _Places()}  # places by "the sender is a stranger"
 
     @asynccontextmanager
     async def place(self, peer: PeerId) -> AsyncIterator[None]:
@@ -116,7 +116,7 @@ class _Places:
 
     def __init__(self) -> None:
         self.held: Counter[PeerId] = Counter()
-        self._reads: dict[asyncio.Timeout, float] = {}  # when each began to arrive, oldest first
+        self._reads: dict[asyncio.Timeout, float] = {}  # start time of each request, oldest first
         self._waiting: dict[asyncio.Future[None], PeerId] = {}
 
     @property
@@ -159,7 +159,7 @@ class _Places:
         try:
             await waiter
         except asyncio.CancelledError:
-            if self._waiting.pop(waiter, None) is None:  # it was given a place just before
+            if self._waiting.pop(waiter, None) is None:  # it was given a place a moment ago
                 self.leave(peer)
             raise
 

@@ -28,12 +28,13 @@ ReplyT = TypeVar("ReplyT", bound=Message)
 # Limits of the transport; methods have their own, lower limits. Larger data travels on a stream, in messages.
 UNARY_BYTES_MAX = 2 << 20
 MESSAGE_BYTES_MAX = (4 << 20) + (64 << 10)  # size of a message on a stream
-# Finishing the stream must differ from breaking it: the caller's end sends an empty message.
+# The caller finishes a stream with an empty message, to distinguish this from a broken connection.
 END_OF_STREAM = b""
 
-# Reading a whole message at a time saves a caller processor time of a bulk stream, for 70 kB more per
-# connection. A server does not: strangers would choose how many connections it pays for. Larger frames of
-# HTTP/2, windows and write buffers than gRPC's defaults gained nothing or cost time (docs/decisions/0001).
+# Reading a whole message at a time saves a caller processor time on bulk streams, and costs 70 kB per
+# connection. Servers do not use it, because strangers determine the number of their connections. Larger
+# frames of HTTP/2, windows and write buffers than gRPC's defaults gained nothing or cost time
+# (docs/decisions/0001).
 BULK_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.experimental.tcp_read_chunk_size", 1 << 20),
     ("grpc.experimental.tcp_max_read_chunk_size", 4 << 20),
@@ -94,8 +95,8 @@ class Stream(Protocol):
         ...
 
     async def finish(self) -> None:
-        """Finish sending on the caller's end; receiving may go on. A handler finishes by returning, and this
-        does nothing there.
+        """Finish sending on the caller's end; receiving may continue. A handler finishes by returning, and
+        this does nothing there.
         """
         ...
 
@@ -132,7 +133,7 @@ class UnaryHandler:
 
     method: Method[Any, Any]
     function: Callable[[PeerId, Any], Awaitable[Message]]
-    # the same for a handler that never waits; it returns None for a request that needs a task
+    # the same for requests that need no task; returns None for other requests
     function_now: Callable[[PeerId, Any], Message | None] | None = None
 
 
@@ -184,7 +185,7 @@ class Handlers:
         self._add(method.name, StreamHandler(method, handler))
 
     def remove(self, name: str) -> None:
-        """Remove a method; calls that are being handled go on."""
+        """Remove a method; calls that are being handled continue."""
         self._by_name.pop(name, None)
 
     def names(self) -> list[str]:
@@ -204,7 +205,7 @@ class Handlers:
 def check_outgoing(method: StreamMethod, message: bytes) -> None:
     """Raise UsageError when this end may not send this message."""
     if not message:
-        raise UsageError("a stream carries no empty messages")
+        raise UsageError("a stream cannot carry empty messages")
     if len(message) > method.message_bytes_max:
         raise UsageError(
             f"{method.name} takes messages of at most {method.message_bytes_max} bytes; this one has "
@@ -223,6 +224,6 @@ def check_incoming(method: StreamMethod, message: bytes) -> None:
 
 def _check_method(name: str, size_bytes: int, size_bytes_max: int) -> None:
     if name.count("/") != 2 or not name.startswith("/"):
-        raise UsageError(f"a method is called like /swarm.Service/Name, not {name!r}")
+        raise UsageError(f"the name of a method is like /swarm.Service/Name, not {name!r}")
     if size_bytes > size_bytes_max:
         raise UsageError(f"{name}: a message has at most {size_bytes_max} bytes, not {size_bytes}")

@@ -1,8 +1,8 @@
-"""Where an address reaches: this machine, a private network, or the internet. It decides which addresses of a
+"""The scope of an address: this machine, a private network, or the internet. It decides which addresses of a
 peer are dialed, and which strangers share a limit.
 
-A peer's addresses are its own claim. One that it was met with over the internet may name this machine, or the
-router of the network around it, and must not make this node connect there.
+A peer's addresses are its own claim. A peer on the internet may claim an address of this machine or of a
+router in this private network, and must not make this node connect there.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from swarm.core.ids import Address, Contact, PeerId
 _MET_MAX = 4096  # remembered peers; the one that was met longest ago is forgotten
 _IPV4_PREFIX, _IPV6_PREFIX = 24, 48
 _IPV4_NETWORK, _IPV6_NETWORK = 16, 32
-NOT_DIALED = "it is in a private network, or this machine, and its peer was met in a wider one"
+NOT_DIALED = "it is in a private network or on this machine, but the peer was met in a wider one"
 
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class Scope(IntEnum):
-    """How far an address reaches."""
+    """The widest network from which an address can be reached."""
 
     MACHINE = 0
     SITE = 1
@@ -33,7 +33,7 @@ class Scope(IntEnum):
 
 
 def ip_of(host: str) -> IPAddress | None:
-    """Return the IP address that a host is, IPv4 also when it is written as IPv6; None for a name."""
+    """Return the IP address of a host text; an IPv4-mapped IPv6 address becomes IPv4. None for a name."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -47,15 +47,15 @@ def scope_of(host: str) -> Scope | None:
     address = ip_of(host)
     if address is None:
         return None
-    if address.is_loopback or address.is_unspecified:  # the system connects 0.0.0.0 to itself
+    if address.is_loopback or address.is_unspecified:  # 0.0.0.0 connects to this machine
         return Scope.MACHINE
     return Scope.INTERNET if address.is_global and not address.is_multicast else Scope.SITE
 
 
-@functools.lru_cache(maxsize=4096)  # needed for the caller of every call
+@functools.lru_cache(maxsize=4096)  # cached, because it is needed for every call
 def prefix_of(host: str) -> str:
-    """Return the network whose addresses may all belong to one person: /24 of IPv4, /48 of IPv6. A host that
-    is no IP address is returned unchanged.
+    """Return the network whose addresses may all belong to one user: /24 of IPv4, /48 of IPv6. A host that is
+    no IP address is returned unchanged.
     """
     return _network(host, _IPV4_PREFIX, _IPV6_PREFIX)
 
@@ -101,7 +101,7 @@ class Surroundings:
 
     def __init__(self, named: Iterable[Contact] = (), widest: Scope = Scope.INTERNET) -> None:
         """`named` are the contacts that the user, or an invite, gave. `widest` is the widest scope that the
-        node assumes for itself, for a user who says that all peers are near.
+        node assumes for itself, if the user declares that all peers are near.
         """
         self._widest = widest
         self._own = Scope.MACHINE

@@ -52,9 +52,9 @@ _REFUSAL_CHARACTERS_MAX = 1000  # gRPC sends it in a header
 _PING_INTERVAL_S_MIN = 10.0
 _OPTIONS: tuple[tuple[str, int], ...] = (
     *SIZE_OPTIONS,
-    ("grpc.so_reuseport", 0),  # a port that is taken must be an error, not a shared port
+    ("grpc.so_reuseport", 0),  # a used port must be an error instead of being shared
     ("grpc.max_allowed_incoming_connections", CONNECTIONS_MAX),
-    ("grpc.max_concurrent_streams", 40),  # per connection; each holds 64 KiB that nobody has read yet
+    ("grpc.max_concurrent_streams", 40),  # per connection; each buffers up to 64 KiB of unread data
     ("grpc.server_handshake_timeout_ms", 20_000),
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 15_000),
@@ -63,8 +63,8 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Return whether to keep a log record of gRPC. It logs an error with a stack trace whenever a caller
-    leaves before its answer was sent; these records are dropped.
+    """Return whether to keep a log record of gRPC. Drops the errors with a stack trace that gRPC logs when a
+    caller leaves before its answer was sent.
     """
     error = record.exc_info[1] if record.exc_info else None
     return type(error).__name__ != "ExecuteBatchError"
@@ -79,7 +79,7 @@ class CallLimits:
 
     calls_max: int = 1024
     calls_per_peer_max: int = 256
-    # a caller that pings an idle connection more often loses it
+    # the connection of a caller that pings more often while idle is closed
     ping_interval_s_min: float = _PING_INTERVAL_S_MIN
 
 
@@ -99,9 +99,8 @@ class Server:
         tunnelled: Callable[[Endpoint], str] = lambda endpoint: "",
     ) -> None:
         """`standing`: callers that are strangers share half of every limit. `membership`: of this process in
-        an invited run; it says which caller is answered. `surroundings` learn from where peers call.
-        `tunnelled` returns through which relay calls from an endpoint of this machine come; empty if they do
-        not.
+        an invited run; decides which callers are answered. `surroundings` records the hosts of callers.
+        `tunnelled` returns the relay through which calls from a local endpoint come; empty if there is none.
         """
         limits = limits or CallLimits()
         self.throttle = throttle or Throttle(Bandwidth())
@@ -144,7 +143,7 @@ class Server:
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
             bound: int = server.add_secure_port(address, credentials)
-        except RuntimeError:  # its text adds nothing
+        except RuntimeError:  # gRPC's text adds no information
             bound = 0
         if not bound:
             raise UsageError(why_no_listening(host, port))
@@ -180,7 +179,8 @@ class Server:
         endpoint = endpoint_of(peer)
         if not self.connections.on_called(peer_id, endpoint, asyncio.get_running_loop().time()):
             raise _Busy
-        host = "" if self._tunnelled(endpoint) else endpoint[0]  # a tunnel's says nothing about its caller
+        # the address of a tunnel says nothing about its caller
+        host = "" if self._tunnelled(endpoint) else endpoint[0]
         self._surroundings.on_called(peer_id, host)
         set_caller_host(host)
         return RemoteCaller(peer_id, self.connections.prefix_of(endpoint))
@@ -275,7 +275,7 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
         except TimeoutError:
             return grpc.StatusCode.RESOURCE_EXHAUSTED, "the request did not arrive in time", b""
         if raw is aio.EOF:
-            return grpc.StatusCode.FAILED_PRECONDITION, f"{name} wants a request", b""
+            return grpc.StatusCode.FAILED_PRECONDITION, f"{name} needs a request", b""
         reserved_bytes = handler.method.reply_bytes_max if handler.function_now is not None else 0
         await room.wait(peer_id, reserved_bytes)
         try:
@@ -287,7 +287,7 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
                 async with asyncio.timeout(ANSWER_S_MAX):
                     await context.write(outcome[2])
         except TimeoutError:
-            return grpc.StatusCode.CANCELLED, f"the answer was not taken for {ANSWER_S_MAX:g} s", b""
+            return grpc.StatusCode.CANCELLED, f"the answer was not read for {ANSWER_S_MAX:g} s", b""
         finally:
             room.release(peer_id, reserved_bytes)
         return outcome
@@ -302,7 +302,7 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
 
     async def _identified(self, context: aio.ServicerContext[Any, Any]) -> RemoteCaller:
         peer = context.peer()
-        if self._server.connections.is_refused(endpoint_of(peer)):  # without a look at its certificate
+        if self._server.connections.is_refused(endpoint_of(peer)):  # decided without checking its certificate
             await _refuse(context, grpc.StatusCode.UNAVAILABLE, _TOO_MANY)
         try:
             peer_id = self._caller(_certificate_of(context))
@@ -319,7 +319,7 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
         context: aio.ServicerContext[Any, Any],
         serve: Callable[[Any, PeerId, aio.ServicerContext[Any, Any]], Awaitable[Outcome]],
     ) -> None:
-        """Serve a call of its own. No byte of a request is read before its caller is known."""
+        """Serve a separate call. No byte of a request is read before its caller is known."""
         caller = await self._identified(context)
         not_invited = self._server.refusal(caller.peer_id, handler.method.name)
         if not_invited:
@@ -377,7 +377,7 @@ class _HandlerStream:
         reads: RequestReads,
     ) -> None:
         self.peer_id = peer_id
-        self._reads: RequestReads | None = reads  # for the first message; None once it has arrived
+        self._reads: RequestReads | None = reads  # limits the first message; None once it has arrived
         self._method = method
         self._context = context
         self._task = asyncio.current_task()
@@ -468,8 +468,8 @@ async def _serve(
     reads: RequestReads,
 ) -> bytes:
     stream = _HandlerStream(handler.method, peer_id, context, reads)
-    # grpcio sends metadata with the first message or with a refusal. While both are on their way it fails,
-    # and the caller waits for its deadline.
+    # grpcio sends metadata with the first message or with a refusal. If both are in progress at once it
+    # fails, and the caller waits until its deadline.
     await context.send_initial_metadata(())
     try:
         await handler.function(throttle.stream(stream))
@@ -477,7 +477,7 @@ async def _serve(
     except asyncio.CancelledError:
         if stream.ended:
             raise _Ended from None
-        raise  # the caller went away, or the server stops
+        raise  # the caller has left, or the server stops
 
 
 async def _refuse(context: aio.ServicerContext[Any, Any], code: grpc.StatusCode, text: str) -> NoReturn:
@@ -491,7 +491,7 @@ def _shortened(text: str) -> str:
 
 def _certificate_of(context: aio.ServicerContext[Any, Any]) -> bytes:
     certificates = context.auth_context().get("x509_pem_cert")
-    if not certificates:  # not reached: the handshake requires one
+    if not certificates:  # not reached, because the handshake requires a certificate
         raise PeerError("a caller must show a certificate")
     certificate: bytes = next(iter(certificates))
     return certificate

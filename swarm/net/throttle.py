@@ -1,9 +1,9 @@
-"""A node's bandwidth caps for both directions, and the bytes that passed: streams and large calls wait their
-turn; small calls are counted and never wait.
+"""A node's bandwidth caps for both directions, and counts of bytes. Streams and large calls wait for their
+turn; small calls are counted but never wait.
 
-Received messages count when they are taken from their stream: unread messages of a slow reader are held back
-at the sender by flow control, after a window per stream. gRPC grows these windows on fast and long links even
-for a slow reader (measured: tens of megabytes), so a node with a cap keeps them at HTTP/2's initial size.
+Received messages are counted when they are read from their stream. Flow control holds unread messages back at
+the sender, except one window per stream. gRPC grows these windows on fast and long links even for a slow
+reader (measured: tens of megabytes), so a node with a cap keeps them at HTTP/2's initial size.
 """
 
 from __future__ import annotations
@@ -84,14 +84,14 @@ class Throttle:
             await _passed(self._down, size_bytes)
 
     async def wait_to_send_call(self, size_bytes: int) -> None:
-        """Do the same for the message of a call, which passes at once if it is small."""
+        """Like `wait_to_send`, for the message of a call; small ones pass at once."""
         if size_bytes > SMALL_BYTES:
             await self.wait_to_send(size_bytes)
         else:
             self._sent_bytes += size_bytes
 
     async def wait_to_process_call(self, size_bytes: int) -> None:
-        """Do the same for a received message of a call."""
+        """Like `wait_to_process`, for a received message of a call."""
         if size_bytes > SMALL_BYTES:
             await self.wait_to_process(size_bytes)
         else:

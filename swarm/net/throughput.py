@@ -20,9 +20,9 @@ from swarm.net.rpc import Handlers, Stream, StreamCaller, StreamMethod
 _PIECE_BYTES = 32 << 10
 _BYTES_MAX = 1 << 20  # bytes sent in one direction
 _SEND_S = 4.0  # time for one direction
-_ALL_S = 20.0  # for both, with what buffers and a slow link hold back
+_ALL_S = 20.0  # time for both directions, including data in buffers and on slow links
 _CALLS_MAX = 8  # measurements by other peers in a minute
-_TOLD_BYTES = 8
+_COUNT_BYTES = 8
 THROUGHPUT = StreamMethod(name="/swarm.Node/Throughput", message_bytes_max=_PIECE_BYTES)
 
 
@@ -35,7 +35,7 @@ class Throughput:
 
 
 class Throughputs:
-    """Lets peers measure how fast they reach this one."""
+    """Lets peers measure their throughput to this one."""
 
     def __init__(self, standing: PeerStanding) -> None:
         self._budget = RequestBudget(standing, _CALLS_MAX, "measured")
@@ -52,23 +52,23 @@ class Throughputs:
                 if refusal:
                     raise PeerError(refusal)
                 came = await _receive(stream, first)
-                await stream.send(came.to_bytes(_TOLD_BYTES))
+                await stream.send(came.to_bytes(_COUNT_BYTES))
                 await _send(stream)
         except TimeoutError:
             raise PeerError(f"{THROUGHPUT.name} takes at most {_ALL_S:g} s") from None
 
 
 async def throughput(caller: StreamCaller, contact: Contact) -> Throughput:
-    """Measure a peer. Raises NetworkError when it cannot be reached, PeerError when it refuses, or says what
-    cannot be, DeadlineExceeded when it takes more than 20 s.
+    """Measure a peer. Raises NetworkError when it cannot be reached, PeerError when it refuses or reports
+    impossible values, DeadlineExceeded when it takes more than 20 s.
     """
     async with caller.open_stream(contact, THROUGHPUT, timeout_s=_ALL_S) as stream:
         began_s = time.perf_counter()
         sent = await _send(stream)
         await stream.finish()
-        told = await stream.receive()
+        reported = await stream.receive()
         up_s = time.perf_counter() - began_s
-        if told is None or int.from_bytes(told) != sent:
+        if reported is None or int.from_bytes(reported) != sent:
             raise PeerError(f"peer {contact.peer_id.short} reports another number of bytes than were sent")
         began_s = time.perf_counter()
         came = await _receive(stream, await stream.receive())
@@ -85,8 +85,8 @@ async def _send(stream: Stream) -> int:
 
 
 async def _receive(stream: Stream, message: bytes | None) -> int:
-    """Return the size of this message and all others to the end of the stream. Raises PeerError when they are
-    more than is due.
+    """Return the total size of this and all later messages of the stream. Raises PeerError if they exceed the
+    limit.
     """
     came = 0
     while message is not None:

@@ -1,1 +1,1 @@
-"""How a node that nobody can call is reached: through relays, with libp2p loaded when it is needed."""
+"""Reaching nodes that cannot be called directly: through relays, with libp2p loaded only when needed."""

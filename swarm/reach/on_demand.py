@@ -1,4 +1,4 @@
-"""libp2p for a node: loaded when it is first needed, which for most nodes is never.
+"""libp2p for a node, loaded on first use; most nodes never need it.
 
 A node needs it when nobody can call it, when it relays for others, and when it calls a peer that takes calls
 through relays only.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Libp2p:
-    """The libp2p host of a node and what runs on it. It belongs to the network thread."""
+    """The libp2p host of a node and its services. It belongs to the network thread."""
 
     def __init__(
         self,
@@ -36,14 +36,17 @@ class Libp2p:
         surroundings: Surroundings,
         pool: Executor,
     ) -> None:
-        """`surroundings` say at which addresses relays are dialed. `pool` is where the library is loaded."""
+        """`surroundings` decides which addresses of relays are dialed. `pool` runs the import of the
+        library.
+        """
         self._identity, self._agent, self._clock, self._standing = identity, agent, clock, standing
         self._surroundings, self._pool = surroundings, pool
         self._stack: Stack | None = None
         self._loading = asyncio.Lock()
         self._closed = False
         self._beside: Endpoint | None = None
-        self.on_direct: list[Callable[[PeerId], None]] = []  # called with a peer to which a hole is punched
+        # called with each peer to which a hole was punched
+        self.on_direct: list[Callable[[PeerId], None]] = []
         self.on_change: list[Callable[[], None]] = []  # called when `held` has changed
 
     def listen_beside(self, endpoint: Endpoint) -> None:
@@ -51,15 +54,15 @@ class Libp2p:
         self._beside = endpoint
 
     async def stack(self) -> Stack:
-        """Return the host and its parts, loaded and started if they were not. Raises UsageError when the
-        installed library is not the one that was tried.
+        """Return the host and its parts, loaded and started if they were not. Raises UsageError if the
+        installed version of the library is not the tested one.
         """
         async with self._loading:
             if self._closed:
                 raise NetworkError("this node is closed")
             if self._stack is None:
                 loop = asyncio.get_running_loop()
-                # 0.5 s of processor time: not on the event loop
+                # takes 0.5 s of processor time, so not on the event loop
                 module = await loop.run_in_executor(self._pool, importlib.import_module, "swarm.libp2p.stack")
                 stack: Stack = module.Stack(
                     self._identity, self._agent, self._clock, self._standing, self._tell
@@ -70,7 +73,7 @@ class Libp2p:
 
     @property
     def loaded(self) -> Stack | None:
-        """Return the host and its parts, if they were needed already."""
+        """Return the host and its parts if they are loaded, else None."""
         return self._stack
 
     async def endpoint(self, contact: Contact) -> Address:
@@ -79,7 +82,7 @@ class Libp2p:
         """
         relays = self.dialable(contact.relays)
         if not relays:
-            raise NetworkError("its relays are in a private network, and it was met in a wider one")
+            raise NetworkError("its relays are in a private network, but the peer was met in a wider one")
         return await (await self.stack()).tunnels.endpoint(contact.peer_id, relays)
 
     def failure(self, peer_id: PeerId) -> str:
@@ -87,7 +90,7 @@ class Libp2p:
         return self._stack.tunnels.failure(peer_id) if self._stack is not None else ""
 
     def dialable(self, relays: Sequence[Contact]) -> list[Contact]:
-        """Return those relays, with those addresses, that may be dialed from here."""
+        """Return the relays, and their addresses, that may be dialed from this node."""
         found = [
             Contact(
                 relay.peer_id,
@@ -108,12 +111,12 @@ class Libp2p:
         return tuple(self._stack.circuits.held) if self._stack is not None else ()
 
     def tunnelled(self, endpoint: Endpoint) -> str:
-        """Return through which relay a call from this endpoint comes; empty if through none."""
+        """Return the relay through which a call from this endpoint comes; empty if there is none."""
         return self._stack.tunnels.place(endpoint) if self._stack is not None else ""
 
     @property
     def listening(self) -> tuple[Endpoint, ...]:
-        """Return where its sockets listen."""
+        """Return the addresses at which its sockets listen."""
         return self._stack.listening if self._stack is not None else ()
 
     @property
@@ -122,7 +125,7 @@ class Libp2p:
         return self._stack.dialed if self._stack is not None else frozenset()
 
     async def close(self) -> None:
-        """End all of it; it cannot be loaded again."""
+        """Close the host and its services. They cannot be loaded again."""
         self._closed = True
         if self._stack is not None:
             await self._stack.close()

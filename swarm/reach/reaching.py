@@ -1,7 +1,7 @@
-"""How a node is reached through relays, and how it relays for others, by what is known about its addresses.
+"""Use relays for a node that cannot be called, and relay for others on a node that can.
 
-A node that others have called in vain keeps reservations at relays, and announces these. One that can be
-called relays for others, if its owner lets it.
+A node that others have called in vain keeps reservations at relays, and announces these. A node that can be
+called relays for others if its owner allows it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from swarm.reach.on_demand import Libp2p
 _logger = logging.getLogger(__name__)
 
 _HELLO_S = 5.0
-_PING_S = 5.0  # to connect to a relay and ping it
-_INTERVAL_S = 15.0  # between two looks at what may have changed unseen
-# until this peer says that nobody can call it: while no relay is known, and while known ones are being asked
+_PING_S = 5.0  # timeout for connecting to a relay and pinging it
+_INTERVAL_S = 15.0  # interval of checks for changes that raise no event
+# delay before this peer announces that nobody can call it: while no relay is known, and while known ones are
+# asked
 _SEARCH_S, _RESERVE_S = 6.0, 30.0
-_SETTLED_S = 0.5  # for a second reservation to follow the first, before both are announced
-# to the next question whether others reach the relay's port: one "no" may be due to a lost packet
+_SETTLED_S = 0.5  # time for a second reservation to follow the first, so that both are announced together
+# interval of asking others whether they reach the relay's port, since a single "no" may be a lost packet
 _CHECK_S, _CHECK_S_MAX = 12.0, 120.0
 _LOOKUP_S = 5.0
 _KNOWN_MAX = 32
@@ -43,8 +44,8 @@ _BYTES_PER_MBIT = 125_000.0
 @dataclass(frozen=True, slots=True)
 class RelayView:
     """A relay as this node sees it. `round_trip_s`: of a ping; None: it did not answer. `is_reserved`: this
-    node can be called through it. `seen_at`: the IP address and port from which it sees this node's libp2p
-    host call; None: not known.
+    node can be called through it. `seen_at`: the IP address and port of this node's libp2p host as the relay
+    observes it; None: not known.
     """
 
     peer_id: PeerId
@@ -79,12 +80,13 @@ class Reaching:
         self._libp2p, self._announcing = libp2p, announcing
         self._introductions, self._channels = introductions, channels
         self._book, self._terms = book, terms
-        self._relays: dict[PeerId, tuple[Contact, float]] = {}  # with the round-trip time of their gRPC
+        # relays with the round-trip time of their gRPC ports
+        self._relays: dict[PeerId, tuple[Contact, float]] = {}
         self._search = RelaySearch()
         self._hidden_since_s: float | None = None
-        self._check_s = -math.inf  # when others are asked again whether they reach the relay's port
-        self._unreached = 0  # how often in a row they did not
-        self._held_before = 0  # reservations, when that was last looked at
+        self._check_s = -math.inf  # time of the next question to others whether they reach the relay's port
+        self._unreached = 0  # number of consecutive negative answers
+        self._held_before = 0  # number of reservations at the last check
         self._takes_calls = False
         self._has_failed = False
         self._changed, self._sought = ChangeEvent(), ChangeEvent()
@@ -94,8 +96,8 @@ class Reaching:
         announcing.on_relays((), is_searching=True)
 
     async def run(self, meet: Callable[[], Awaitable[None]]) -> None:
-        """Follow the verdict about this node, and look for relays while it needs some, until cancelled.
-        `meet` looks for peers of the swarm that this node has not met.
+        """React to changes of this node's reachability, and look for relays while it needs some, until
+        cancelled. `meet` looks for peers of the swarm that this node has not met.
         """
         async with asyncio.TaskGroup() as group:
             group.create_task(self._follow())
@@ -120,7 +122,7 @@ class Reaching:
             await self._changed.wait(wait_s)
 
     async def relays(self) -> list[RelayView]:
-        """Ping the relays that this node knows, and return them: those first at which it has a reservation,
+        """Ping the relays that this node knows, and return them: first those with a reservation of this node,
         then the nearest. libp2p is loaded if there are any.
         """
         async with asyncio.TaskGroup() as group:
@@ -139,7 +141,7 @@ class Reaching:
         return RelayView(relay.peer_id, relay.addresses[0], round_trip_s, is_reserved, seen_at)
 
     def nat(self, relays: Sequence[RelayView]) -> NatKind:
-        """Return what the router of this machine does, by what relays see of it."""
+        """Return how the router of this machine maps ports, as observed by relays."""
         stack = self._libp2p.loaded
         if stack is None or stack.host.listening is None or self._terms.server is None:
             return "unknown"
@@ -148,7 +150,7 @@ class Reaching:
         return nat_kind(stack.host.listening.port, {one.host for one in own}, seen)
 
     async def _hide(self) -> float:
-        """Get reservations, and announce those that stand. Return after how many seconds to look again."""
+        """Get reservations, and announce the valid ones. Return the seconds until the next check."""
         loop = asyncio.get_running_loop()
         if self._introductions.relay_port:
             self._introductions.relay_port = 0
@@ -171,8 +173,8 @@ class Reaching:
         return min(max(until_s - loop.time(), 0.05), _INTERVAL_S) if is_searching else _INTERVAL_S
 
     async def _seek(self, meet: Callable[[], Awaitable[None]]) -> None:
-        """Ask peers whether they relay while this node has too few relays: among those that it knows, and
-        others that it meets for that.
+        """While this node has too few relays, ask peers whether they relay: known peers, and others that it
+        contacts for this.
         """
         loop = asyncio.get_running_loop()
         while True:
@@ -196,8 +198,8 @@ class Reaching:
         return self._relays[peer_id][1]
 
     async def _ask(self, now_s: float, meet: Callable[[], Awaitable[None]]) -> None:
-        """Greet peers that may relay, so that they say whether they do, and meet others: these introduce
-        themselves.
+        """Greet peers that may relay; their answer says whether they do. Also contact unknown peers, which
+        introduce themselves.
         """
         known = [peer.contact for peer in self._book.known()]
         candidates = [one for one in known if one.addresses and one.peer_id not in self._relays]
@@ -213,7 +215,9 @@ class Reaching:
             _logger.debug("%s was not asked whether it relays: %s", contact.peer_id.short, error)
 
     def _on_introduced(self, introduction: Introduction) -> None:
-        """Learn from a peer's answer whether it relays: at the IP address at which it was reached."""
+        """Learn from a peer's answer whether it relays. A relay is dialed at the IP address at which the peer
+        was reached.
+        """
         peer_id = introduction.contact.peer_id
         connection = self._channels.connection_to(peer_id)
         if not introduction.relay_port or connection is None or connection.address is None:
@@ -224,7 +228,7 @@ class Reaching:
         contact = Contact(peer_id, (Address(host, introduction.relay_port),))
         if not self._libp2p.dialable([contact]):
             return
-        self._relays.pop(peer_id, None)  # the order is that of their last answers
+        self._relays.pop(peer_id, None)  # keeps the relays in the order of their last answers
         self._relays[peer_id] = contact, introduction.round_trip_s
         if len(self._relays) > _KNOWN_MAX:
             in_use = {one.peer_id for one in self._libp2p.held}
@@ -267,4 +271,4 @@ async def _look_around(meet: Callable[[], Awaitable[None]]) -> None:
         async with asyncio.timeout(_LOOKUP_S):
             await meet()
     except TimeoutError:
-        pass  # who has answered by then is known
+        pass  # the answers so far are recorded

@@ -1,7 +1,7 @@
-"""Runs are found by their names through libp2p's DHT (kad-dht), whose servers the user names.
+"""Find runs by their names in libp2p's DHT (kad-dht). The user gives the servers of the DHT.
 
-Peers of a run that others can call are providers of two keys there, of its name and of its id. A peer that
-knows one of these asks for the providers, and enters through them.
+Peers of a run that others can call are providers of two keys: one of the run's name and one of its id. A
+newcomer that knows the name or the id asks for the providers, and enters through them.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from swarm.core.notify import ChangeEvent
 from swarm.net.scope import Scope, scope_of
 from swarm.reach.on_demand import Libp2p
 
-_RENEW_S = 3600.0  # servers forget a provider after a day, and may be restarted
+_RENEW_S = 3600.0  # servers forget a provider after a day, or when they restart
 _RETRY_S = 60.0
-_SETTLE_S = 1.0  # for several changes of this peer's addresses
+_SETTLE_S = 1.0  # delay that combines several changes of this peer's addresses
 
 
 class Rendezvous:
-    """How a node is found by the names of its runs. It belongs to the network thread."""
+    """Publishes a node under the names of its runs, and finds others. It belongs to the network thread."""
 
     def __init__(self, libp2p: Libp2p, contact: Callable[[], Contact]) -> None:
         self._libp2p, self._contact = libp2p, contact
@@ -35,8 +35,8 @@ class Rendezvous:
     async def run(
         self, runs: Sequence[str], bootstrap: Sequence[Contact], say: Callable[[str], None]
     ) -> None:
-        """Provide the keys of these names and ids while this peer can be called, until cancelled. `say` takes
-        a sentence when that begins to work, and when it begins to fail.
+        """Provide the keys of these names and ids while this peer can be called, until cancelled. `say` is
+        called with a sentence when this starts to work or to fail.
         """
         has_worked: bool | None = None
         while True:
@@ -49,14 +49,16 @@ class Rendezvous:
             await asyncio.sleep(_SETTLE_S)
 
     async def _try(self, runs: Sequence[str], bootstrap: Sequence[Contact]) -> tuple[bool | None, str]:
-        """Return whether it worked, None for a peer that nobody there can call, and a sentence."""
+        """Publish once. Return whether it succeeded (None if nobody there can call this peer), and a sentence
+        for the user.
+        """
         for own in reaching([self._contact()], bootstrap):
             try:
                 servers = await self._provide(runs, own, bootstrap)
             except SwarmError as error:
                 return False, f"{runs[0]} cannot be found by its name: {error}"
             at = f"{servers} server{'s' if servers != 1 else ''}"
-            return True, f"others find {runs[0]} by its name at {at} of the libp2p DHT"
+            return True, f"others can find {runs[0]} by its name at {at} of the libp2p DHT"
         return None, ""
 
     async def _provide(self, runs: Sequence[str], own: Contact, bootstrap: Sequence[Contact]) -> int:
@@ -68,8 +70,8 @@ class Rendezvous:
 
 
 async def find_peers(run: str, bootstrap: Sequence[Contact]) -> list[Contact]:
-    """Return peers that say that they take part in a run, by its name or id, at most 16. Raises NetworkError
-    when no server of the DHT answers.
+    """Return at most 16 peers that claim to take part in a run, given by name or id. Raises NetworkError when
+    no server of the DHT answers.
     """
     from swarm.libp2p.host import Host
     from swarm.libp2p.kad import KadClient
@@ -85,8 +87,8 @@ async def find_peers(run: str, bootstrap: Sequence[Contact]) -> list[Contact]:
 
 
 def reaching(peers: Iterable[Contact], bootstrap: Sequence[Contact]) -> list[Contact]:
-    """Return those peers, with those addresses, that reach as far as the servers that the user named: what a
-    DHT of the internet says about this network is not believed, and this network is not told there.
+    """Return the peers, and their addresses, whose scope is as wide as that of the servers. A DHT on the
+    internet must not name addresses in this private network, and must not learn any.
     """
     named = [scope_of(address.host) for one in bootstrap for address in one.addresses]
     least = max((Scope.INTERNET if one is None else one for one in named), default=Scope.INTERNET)

@@ -11,8 +11,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 
 from swarm.core.errors import PeerError, SwarmError, UsageError
 from swarm.core.identity import Identity
@@ -22,7 +24,7 @@ from swarm.membership.invite import Invite, is_invite
 from swarm.net.rpc import Caller, Method
 from swarm.run.directory import RunDirectory
 from swarm.run.signed import AnySpecification, SignedSpecification, newest, sign, verified
-from swarm.run.specification import RunSpecification
+from swarm.run.specification import PlannedPause, RunSpecification
 from swarm.wire import run_pb2
 
 _log = logging.getLogger(__name__)
@@ -34,10 +36,11 @@ CHANGE = Method(
     request_bytes_max=64 << 10,
     reply_bytes_max=256,
 )
-# The number of members to which each member forwards a new version. In expectation it reaches all N members,
-# within log8(N) calls.
+# Each member forwards a new version to this many others. It is expected to reach all N members after log8(N)
+# hops.
 FANOUT = 8
 _CALL_TIMEOUT_S = 3.0
+_PAUSE_EXAMPLE = "2026-12-24T18:00/2026-12-26T09:00"
 
 
 class RunFollower:
@@ -126,6 +129,9 @@ class Change:
     ban: tuple[str, ...] = ()
     unban: tuple[str, ...] = ()
     revoke: tuple[str, ...] = ()  # PeerIDs, or texts of invites
+    message: str | None = None  # to volunteers; "": none
+    # planned pauses as (start, end), Unix seconds, which replace those of before; those that are over go
+    pauses: tuple[tuple[float, float], ...] | None = None
 
     @property
     def revoked(self) -> list[PeerId]:
@@ -133,14 +139,18 @@ class Change:
         return [Invite.parse(one).subject if is_invite(one) else PeerId.parse(one) for one in self.revoke]
 
     def apply(self, specification: AnySpecification) -> AnySpecification:
-        """Return the changed specification. Raise UsageError if it is not valid, or has no such setting."""
+        """Return the changed specification. Raise UsageError if it is not valid or a setting does not
+        exist.
+        """
         table = specification.table()
         banned, unbanned = ({str(PeerId.parse(one)) for one in peers} for peers in (self.ban, self.unban))
         table["banned"] = sorted({*table["banned"], *banned} - unbanned)
         table["revoked"] = sorted({*table["revoked"], *map(str, self.revoked)})
-        for key in ("target_batch_size", "paused", "ended"):
+        for key in ("target_batch_size", "paused", "ended", "message"):
             if getattr(self, key) is not None:
                 table[key] = getattr(self, key)
+        if self.pauses is not None:
+            table["pauses"] = [{"starts_s": starts_s, "ends_s": ends_s} for starts_s, ends_s in self.pauses]
         return specification.from_table(table, "the change")
 
 
@@ -155,7 +165,9 @@ def sign_change(signed: SignedSpecification, change: Change, owner: Identity) ->
         raise UsageError(f"{owner.peer_id} is the owner of {signed.full_name}, and needs no invite to revoke")
     specification = change.apply(signed.specification)
     if specification == signed.specification:
-        raise UsageError(f"{signed.full_name} is like that already (version {version_text(signed.version)})")
+        raise UsageError(
+            f"{signed.full_name} has these settings already (version {version_text(signed.version)})"
+        )
     return sign(
         specification,
         owner,
@@ -191,17 +203,42 @@ def _differences_of_training(old: RunSpecification, new: RunSpecification) -> li
     if old.target_batch_size != new.target_batch_size:
         sentences.append(f"an epoch is {new.target_batch_size:,} samples now, not {old.target_batch_size:,}")
     if old.paused != new.paused:
-        sentences.append("training is paused" if new.paused else "training goes on")
+        sentences.append("training is paused" if new.paused else "training continues")
+    if old.message != new.message:
+        sentences.append(f"its owner says: {new.message}" if new.message else "its owner's message is gone")
+    if old.pauses != new.pauses:
+        times = ", ".join(map(pause_text, new.pauses))
+        sentences.append(f"pauses are planned: {times}" if times else "no pause is planned")
     if old.end != new.end:
         sentences.append("it ends at another point")
     return sentences
 
 
+def pause_text(pause: PlannedPause) -> str:
+    """Return a planned pause in this machine's local time."""
+    starts, ends = (time.localtime(at_s) for at_s in (pause.starts_s, pause.ends_s))
+    until = "%H:%M" if starts[:3] == ends[:3] else "%Y-%m-%d %H:%M"
+    return f"{time.strftime('%Y-%m-%d %H:%M', starts)} to {time.strftime(until, ends)}"
+
+
+def read_pause(text: str) -> tuple[float, float]:
+    """Parse a planned pause in local time, `2026-12-24T18:00/2026-12-26T09:00`, as (start, end) in Unix
+    seconds. Raise UsageError when it is none.
+    """
+    try:
+        starts_s, ends_s = (datetime.fromisoformat(part).timestamp() for part in text.split("/"))
+    except ValueError:
+        raise UsageError(f"a planned pause is FROM/UNTIL, like {_PAUSE_EXAMPLE}, not {text!r:.80}") from None
+    return starts_s, ends_s
+
+
 def restart_needed(old: AnySpecification, new: AnySpecification) -> bool:
-    """Return whether a setting changed that peers take up only after a restart."""
+    """Return whether a changed setting takes effect only after a restart of the peers."""
     followed = (
         "target_batch_size",
         "paused",
+        "pauses",
+        "message",
         "ended",
         "end",
         "banned",

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from averaging.optim.optimizer import Optimizer
     from averaging.optim.state.view import StateView
 
-# A command that ends waits this long for the disk. For a large model the last periodic checkpoint remains.
+# When the command ends, it waits this long for a last checkpoint. If the disk is slower, the last periodic
+# one remains.
 _FINAL_S_MAX = 1.0
 
 
@@ -28,7 +29,7 @@ class CheckpointConfig:
     folder: Path  # of this run
     every_s: float = 600.0  # 0: never
     kept_max: int = 3
-    from_scratch: bool = False  # do not continue from the newest valid one, even if no peer has a state
+    from_scratch: bool = False  # ignore stored checkpoints, even if no peer has a state
 
 
 class CheckpointWriter:
@@ -85,8 +86,9 @@ class CheckpointWriter:
             self._emit(Notice(text=f"starting over; earlier checkpoints are kept in {aside}"))
 
     def follow(self, epoch: int) -> None:
-        """Move the checkpoints to another folder if one is of a later epoch than the state that the other
-        peers gave: theirs is another history, whose checkpoints must not replace these.
+        """Move the checkpoints to another folder if the newest is of a later epoch than the state of the
+        other peers. Their state then belongs to another history, and their checkpoints must not replace this
+        machine's.
         """
         newest = self._checkpoints.newest_epoch()
         if newest is None or newest <= epoch:
@@ -105,14 +107,17 @@ class CheckpointWriter:
             self._start(optimizer)
 
     def before_reunion(self, optimizer: Optimizer) -> None:
-        """Save the epochs that this peer made while it was cut off, before it gives them up. The file keeps
-        its line of history, so that no checkpoint of the others replaces it.
+        """Save the state of the epochs that this peer made while it was cut off, before it gives them up. The
+        file names its history, so that checkpoints of the other history do not replace it.
         """
         if self._writing is not None:
             self._writing.join(_FINAL_S_MAX)
         if not self._busy():
             self._start(optimizer)
-            text = f"epoch {optimizer.epoch} of this machine, which the others go on without, is saved first"
+            text = (
+                f"epoch {optimizer.epoch} of this machine is saved first: the other peers continue from "
+                "another history"
+            )
             self._emit(Notice(text=text))
 
     def close(self, optimizer: Optimizer) -> None:
@@ -145,7 +150,7 @@ class CheckpointWriter:
         try:
             path = self._checkpoints.save(view, self._parameters, self._about)
         except SwarmError as error:
-            self._emit(Notice(text=f"{error}; training goes on"))
+            self._emit(Notice(text=f"{error}; training continues"))
         except (RuntimeError, MemoryError) as error:
             if not (is_device_failure(error) or is_out_of_memory(error)):
                 raise

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from averaging.reduction.lowrank import PowerSgd
     from swarm.compression.adaptive import Role
 
-RANK_MAX = 1024  # the same as in `averaging.reduction.lowrank`, which cannot be imported without torch
+RANK_MAX = 1024  # equal to the value in `averaging.reduction.lowrank`, whose import would load torch
 _Rate = Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)]
 _Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 _Epochs = Annotated[int, Field(ge=0, le=1 << 20)]
@@ -21,7 +21,7 @@ _Epochs = Annotated[int, Field(ge=0, le=1 << 20)]
 _SETTINGS: dict[str, set[str]] = {
     "gradients": {"delayed"},
     "local": set(),
-    "diloco": {"outer_lr", "momentum", "nesterov", "streaming", "delay_steps"},
+    "diloco": {"outer_lr", "momentum", "nesterov", "streaming", "delayed", "delay_steps"},
     "gossip": {"outer_lr", "momentum", "consensus"},
 }
 
@@ -49,8 +49,10 @@ class ModeChoice(BaseModel):
         if foreign:
             known = ", ".join(sorted(_SETTINGS[self.name])) or "none"
             raise ValueError(f"mode {self.name} has no setting {foreign[0]}; it has: {known}")
-        if self.delay_steps is not None and (self.streaming or 1) == 1:
-            raise ValueError("delay_steps is for streaming above 1")
+        if self.delay_steps is not None and (self.streaming or 1) == 1 and not self.delayed:
+            raise ValueError("delay_steps is for streaming above 1, or delayed = true")
+        if self.delayed and (self.streaming or 1) > 1:
+            raise ValueError("rounds of fragments are always delayed: leave delayed or streaming out")
         return self
 
     @property
@@ -68,7 +70,7 @@ class ModeChoice(BaseModel):
 
     @property
     def role(self) -> Role:
-        """Return the kind of values that a round averages, by which codec "adaptive" chooses."""
+        """Return the kind of values that a round averages. The codec "adaptive" chooses by it."""
         roles: dict[str, Role] = {"gradients": "gradient", "gossip": "parameter"}
         return roles.get(self.name, "pseudo_gradient")
 

@@ -1,7 +1,7 @@
 """Add up what this user's volunteers have given, by day and run: samples, rounds, time, traffic and energy.
 
-The file is a SQLite database, so that several volunteers add to it at the same time. A volunteer trains on
-without it: a file that cannot be used is said once.
+The file is a SQLite database, so that several volunteers add to it at the same time. If the file cannot be
+used, the volunteer reports this once and continues to train.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from datetime import date
 from pathlib import Path
 
-_WAIT_S = 2.0  # for another process that writes
+_WAIT_S = 2.0  # wait for another process to finish writing
 _SCHEMA = """
 create table if not exists given (
     day text not null, run text not null, samples integer not null, rounds integer not null, seconds real not
@@ -25,14 +25,14 @@ create table if not exists given (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """The sums of what was given in some time."""
+    """Sums of the contributions in a period."""
 
-    samples: int = 0  # that counted in a round
+    samples: int = 0  # those that counted in a round
     rounds: int = 0
     seconds: float = 0.0  # spent training
     sent_bytes: int = 0
     received_bytes: int = 0
-    joules: float = 0.0  # of the device, where it says so
+    joules: float = 0.0  # energy of the device, if it can be measured
 
     @property
     def bytes(self) -> int:
@@ -53,7 +53,7 @@ class ContributionLog:
         self.path = path
 
     def add(self, day: date, run: str, given: Given) -> None:
-        """Add what was given on a day to a run (`name@id`). Raises OSError if the file cannot be used."""
+        """Add the contributions of a day to a run (`name@id`). Raises OSError if the file cannot be used."""
         values = [getattr(given, name) for name in _COLUMNS]
         updates = ", ".join(f"{name} = {name} + excluded.{name}" for name in _COLUMNS)
         marks = ", ".join("?" * (2 + len(values)))

@@ -12,7 +12,7 @@ from swarm.core.identity import Identity
 from swarm.run.directory import RunDirectory
 from swarm.run.signed import AnySpecification, SignedSpecification, newest, run_id_of, sign
 
-_READ_TRIES = 4  # of the present specification, while the network fails
+_READ_TRIES = 4  # attempts to read the present specification
 RETRY_S_FIRST, _RETRY_S_MAX = 0.5, 4.0
 
 
@@ -54,8 +54,7 @@ async def create_run(
         if stored is not None:
             known = newest([known], held=stored) or known
         _check_owner(known, owner)
-        # The file does not contain what the owner set with `swarm change`; those settings stay until
-        # `swarm change` resets them.
+        # Settings made with `swarm change` are not in the file. They stay until `swarm change` resets them.
         changed = {key: getattr(known.specification, key) for key in specification.OWNERS_KEYS}
         specification = specification.model_copy(update=changed)
         if known.specification == specification:
@@ -75,8 +74,8 @@ async def create_run(
 def _stored_run(
     stored: list[SignedSpecification], specification: AnySpecification, owner: Identity
 ) -> SignedSpecification | None:
-    """Return the run on disk that a run file means: of this owner and name, with the file's recovery key, or
-    with any if the file names none. It may have had another founder, if the owner recovered it.
+    """Return the stored run that a run file describes: same owner, same name and, if the file names a
+    recovery key, the same key. If the owner recovered the run, it has another founder.
     """
     matching = [
         one
@@ -101,8 +100,8 @@ def _check_owner(known: SignedSpecification | None, owner: Identity) -> None:
 
 
 async def _present(directory: RunDirectory, run_id: str) -> SignedSpecification:
-    """Return the specification that the swarm has. Raise PeerError if it has none, and NetworkError if that
-    is not known after some tries: a second run of the same name must not begin because a peer was busy.
+    """Return the swarm's specification. Raise PeerError if there is none, and NetworkError if this is still
+    unknown after some attempts: a busy peer must not cause a second run of the same name.
     """
     retries = Backoff(RETRY_S_FIRST, _RETRY_S_MAX, random.Random())
     while True:

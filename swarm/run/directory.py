@@ -22,6 +22,7 @@ from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError, UsageEr
 from swarm.core.ids import PeerId
 from swarm.dht.keeper import RecordKeeper
 from swarm.dht.logic.companions import LISTING_KEY
+from swarm.run.catalogue import catalogue_key, entry_value, is_listed
 from swarm.run.owned import GRID_PREFIX
 from swarm.run.signed import SignedSpecification, newest, run_id_of, specification_key, verified
 from swarm.run.specification_store import SpecificationStore
@@ -31,10 +32,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_TTL_S = 3600.0  # how long a run can be found after its last member left
-_REFRESH_S = 180.0  # the interval in which members look for changes; each time costs five calls
-_RETRY_S = 30.0  # after a failure to do so; doubles up to the interval
-_LEFT_S_MIN = _TTL_S / 2  # the first member that sees less time left stores the specification again
+_TTL_S = 3600.0  # a run can be found for this long after its last member left
+_REFRESH_S = 180.0  # interval at which members look for changes; each look costs five calls
+_RETRY_S = 30.0  # retry interval after a failure; doubles up to `_REFRESH_S`
+_LEFT_S_MIN = _TTL_S / 2  # a member that sees less remaining lifetime stores the specification again
 _LISTED_MAX = 20  # runs named in an error message
 
 
@@ -51,7 +52,9 @@ class RunListing:
 
     @property
     def is_grid(self) -> bool:
-        """Return whether it is a grid of experts. The id is a hash of the name, so nobody else can say so."""
+        """Return whether this is a grid of experts. The id is a hash of the name, so the name cannot be
+        forged.
+        """
         return self.name.startswith(GRID_PREFIX)
 
     def matches(self, wanted: str | None) -> bool:
@@ -104,10 +107,18 @@ class RunDirectory:
                     )
                 ),
             ]
+            if is_listed(signed):
+                group.create_task(self._list(signed, timeout_s))
         if not all(task.result().ok for task in stored):
             raise NetworkError(
                 f"no peer stored the specification of {signed.full_name}: is the bootstrap peer alive?"
             )
+
+    async def _list(self, signed: SignedSpecification, timeout_s: float) -> None:
+        """Store the run's entry in the catalogue, without which it is found by its address only."""
+        key, value = catalogue_key(signed.founder), entry_value(signed, self._dht.own())
+        with contextlib.suppress(NetworkError):
+            await self._dht.store(key, value, ttl_s=_TTL_S, subkey=signed.run_id, timeout_s=timeout_s)
 
     async def listings(self, *, timeout_s: float = 10.0) -> list[RunListing]:
         """Return the runs that this swarm lists, sorted. Entries whose id does not fit their owner and name
@@ -231,8 +242,8 @@ def choose(
     listings: Iterable[RunListing], wanted: str | None, *, grid: bool = False, by_option: bool = True
 ) -> RunListing:
     """Return the run that `wanted` means. Raise UsageError with a list of the runs if that is not clear. For
-    the sentence, `grid`: whether the user means a grid of experts; `by_option`: whether the user names the
-    run by an option of the command, not by its argument.
+    the sentence, `grid`: whether the user means a grid of experts; `by_option`: whether a user who has named
+    no run names it by an option of the command, not by its argument.
     """
     every = list(listings)
     what, option = ("grid", "--grid") if grid else ("run", "--run")
@@ -251,8 +262,9 @@ def choose(
         return matching[0]
     shown = ", ".join(listing.full_name for listing in (matching or every)[:_LISTED_MAX])
     if matching:
-        advice = f"Choose one with {option} NAME@ID" if by_option else "Name one of them, as it stands here"
-        raise UsageError(f"{len(matching)} {what}s could be meant: {shown}. {advice}")
+        named = wanted is not None or not by_option
+        advice = "Name one of them, as it stands here" if named else f"Choose one with {option} NAME@ID"
+        raise UsageError(f"{len(matching)} {what}s match: {shown}. {advice}")
     raise UsageError(f"this swarm has no {what} {wanted!r}. It has: {shown}")
 
 

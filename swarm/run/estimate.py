@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 
 _READ_S = 5.0
-_WHOLE = TreeNode(0, 0, 0)  # of a small run: all of it; of a large one: the notices of how it is divided
+# root of the progress tree: a small run's reports, or a large run's records of how it is divided
+_WHOLE = TreeNode(0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +39,8 @@ class RunEstimate:
 
 
 async def estimate_run(dht: DhtService, run_id: str, own: PeerId, clock: Clock) -> RunEstimate:
-    """Sum up the progress reports of a run without this peer's own. Of a run whose reports are spread over
-    shards, return the median of its aggregators' totals. Malformed reports are ignored.
+    """Sum up the progress reports of a run, except this peer's own. If the reports are spread over shards,
+    return the median of the aggregators' totals. Malformed reports are ignored.
     """
     entries = [one for one in await _progress(dht, run_id, _WHOLE) if one.writer != own]
     reports = []
@@ -57,8 +58,8 @@ async def estimate_run(dht: DhtService, run_id: str, own: PeerId, clock: Clock) 
 
 
 async def read_members(dht: DhtService, run_id: str, clock: Clock) -> list[Contact]:
-    """Return the contacts of peers that train a run and accept calls: all of a small run, those of one shard
-    of a run whose reports are spread over shards.
+    """Return the contacts of peers that train a run and accept calls: all of them, or those of one shard if
+    the run's reports are spread over shards.
     """
     entries = await _progress(dht, run_id, _WHOLE)
     total = _total(entries, clock)

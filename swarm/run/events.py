@@ -33,8 +33,8 @@ class Listening(Event):
     kind: ClassVar[str] = "listening"
     peer_id: str
     addresses: list[str]  # addresses by which other peers can join
-    invite: str = ""  # what they join an invited run by instead
-    reach: NodeReach  # as in `Node.reach`
+    invite: str = ""  # the invite with which they join an invited run instead
+    reach: NodeReach  # see `Node.reach`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class RunFound(Event):
     run_id: str
     version: int
     members: str  # "invited" or "open"
-    created: bool  # by this process, not joined
+    created: bool  # True: this process created the run; False: it joins it
     summary: str
     sample: str
     parameters: int
@@ -59,7 +59,9 @@ class RunFound(Event):
     # in each direction, from the measured pace of the swarm; None: nothing was measured yet
     traffic_bytes_per_hour: float | None
     peers: int  # volunteers that train already
-    downloads: list[str]  # what the task downloads from elsewhere
+    downloads: list[str]  # downloads of the task from outside the swarm
+    message: str = ""  # of the owner to volunteers
+    pauses: list[str] = field(default_factory=list)  # that the owner has planned, in local time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +171,7 @@ class EpochDone(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSample(Event):
-    """The task wrote what its model produces."""
+    """A sample of the model's output, written by the task."""
 
     kind: ClassVar[str] = "sample"
     epoch: int
@@ -207,7 +209,7 @@ class Notice(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContributionSums(Event):
-    """The sums of what this user has given so far, about every ten seconds."""
+    """Sums of this user's contributions so far, about every ten seconds."""
 
     kind: ClassVar[str] = "contribution"
     today: Given  # to all runs, on this machine

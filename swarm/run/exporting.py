@@ -38,7 +38,7 @@ def newest_checkpoint(folder: Path, run: str) -> Checkpoint:
 
 def export(signed: SignedSpecification, checkpoint: Checkpoint, path: Path, *, optimizer: bool) -> None:
     """Write the model's `state_dict` with its buffers and, if `optimizer` is true, the optimizer's
-    statistics; of a task with a format of its own, write that as the folder `path`.
+    statistics; if the task has a format of its own, write it to the folder `path`.
 
     Raises SwarmError if the checkpoint is of another model or the file cannot be written.
     """

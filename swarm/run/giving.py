@@ -1,4 +1,4 @@
-"""Count what one volunteer gives to its run, and add it to this user's log while it trains."""
+"""Count the contributions of one volunteer to its run, and add them to this user's log while it trains."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from swarm.run.events import ContributionSums, Emit, Notice
 if TYPE_CHECKING:
     from swarm.run.stats import TrainingStats
 
-RECORD_S = 10.0  # how often the log is added to
+RECORD_S = 10.0  # interval of writing to the log
 
 
 def local_now() -> tuple[date, float]:
-    """Return the local date, and seconds that run evenly."""
+    """Return the local date and the seconds of a monotonic clock."""
     return datetime.now().astimezone().date(), time.monotonic()
 
 
@@ -34,10 +34,10 @@ class Giving:
         emit: Emit,
         now: Callable[[], tuple[date, float]] = local_now,
     ) -> None:
-        """`run`: as `name@id`. `log`: None to add nothing up. `traffic` returns the bytes that this
-        process has sent and received so far, `joules` the energy that the device has taken since some time;
-        None if it cannot be read. `now` returns the local date, and seconds of
-        any clock that runs evenly.
+        """`run`: as `name@id`. `log`: None to record nothing. `traffic` returns the bytes that this process
+        has sent and received so far. `joules` returns the energy that the device has used since a fixed
+        moment, or None if it cannot be read. `now` returns the local date and the seconds of a monotonic
+        clock.
         """
         self._log, self._run, self._traffic, self._joules, self._emit = log, run, traffic, joules, emit
         self._now = now
@@ -50,26 +50,26 @@ class Giving:
         self._sum_up()
 
     def start(self, stats: TrainingStats) -> None:
-        """Count time and energy from now on, and what `stats` counts."""
+        """Count time, energy and the contributions in `stats` from now on."""
         self._stats = stats
         self._began = (self._now()[1], self._joules())
 
     def stop(self) -> None:
-        """Count no time and energy until `start`, and record what there is."""
+        """Record the contributions so far, and count no time and energy until `start`."""
         self._count()
         self._began = None
         self.record(at_once=True)
 
     def bytes_spent(self) -> tuple[int, int]:
         """Return the bytes sent and received by all of this user's volunteers today and this month; those of
-        other processes as of the last record.
+        other processes are as of their last record.
         """
         since = self._given().bytes - self._recorded.bytes
         return self._day.bytes + since, self._month.bytes + since
 
     def record(self, *, at_once: bool = False) -> None:
-        """Add what was given since the last record to the log, if it is due or `at_once`, and emit the
-        sums.
+        """Add the contributions since the last record to the log, if a record is due or `at_once`, and emit
+        the sums.
         """
         if self._log is None or (self._now()[1] < self._due_s and not at_once):
             return
@@ -92,7 +92,7 @@ class Giving:
         now, (began_s, before_j) = (self._now()[1], self._joules()), self._began
         self._trained_s += now[0] - began_s
         if now[1] is not None and before_j is not None:
-            self._spent_j += max(now[1] - before_j, 0.0)  # a counter that began again counts nothing
+            self._spent_j += max(now[1] - before_j, 0.0)  # a counter that was reset adds nothing
         self._began = now
 
     def _given(self) -> Given:
@@ -118,6 +118,6 @@ class Giving:
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        """Go on without the log. Budgets then count what this process sends and receives."""
-        self._emit(Notice(text=f"contributions are not added up any more: {error}"))
+        """Continue without the log. Budgets then count what this process sends and receives."""
+        self._emit(Notice(text=f"contributions are not recorded any more: {error}"))
         self._log, self._recorded = None, Given()

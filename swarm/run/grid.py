@@ -1,5 +1,5 @@
-"""Specification of a grid of experts: what `swarm serve` hosts, so that volunteers copy no options, and every
-replica has the same shapes, the same optimizer and the same initial parameters.
+"""Specification of a grid of experts, which `swarm serve` hosts. Volunteers need not copy options, and all
+replicas have the same shapes, optimizer and initial parameters.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ _HASH = r"^[0-9a-f]{64}$"
 _Size = Annotated[int, Field(ge=1, le=1 << 20)]
 
 
-# the bounds of steps where strangers train and the specification gives none
+# bounds of a step if strangers may train and the specification gives none
 _STRANGERS_CLIP_NORM = 1.0
 _STRANGERS_UPDATE_NORM_MAX = 0.1
 
 
 class GridOptimizer(SpecificationTable):
-    """The optimizer of every expert, with its schedule in steps of the expert: a linear warm-up and then, if
-    `training_steps` is given, a linear fall to zero at that step.
+    """The optimizer of every expert, with its schedule in steps of the expert: a linear warm-up, then, if
+    `training_steps` is given, a linear decay to zero at that step.
     """
 
     name: Literal["adam", "adamw", "sgd", "none"] = "adam"  # none: the experts are frozen
     learning_rate: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-3
     clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    # the largest change of an expert's parameters in one step, as a fraction of their norm; none: any
+    # largest change of an expert's parameters in one step, as a fraction of their norm; None: unlimited
     update_norm_max: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     # samples of one step of an expert, over all its servers; 0: one for each batch of requests
     target_batch_size: Annotated[int, Field(ge=0, le=1 << 32)] = 0
@@ -39,15 +39,13 @@ class GridOptimizer(SpecificationTable):
     @model_validator(mode="after")
     def _falls_after_the_warm_up(self) -> GridOptimizer:
         if self.training_steps is not None and self.training_steps <= self.warmup_steps:
-            raise ValueError(
-                "training_steps are counted from the start, so there are more of them than warmup_steps"
-            )
+            raise ValueError("training_steps are counted from the start, so they must exceed warmup_steps")
         return self
 
 
 class GridCodecs(SpecificationTable):
-    """The codecs in which callers of the grid send and get tensors unless they choose others; without one the
-    elements travel as they are.
+    """Default codecs of tensors between the grid's callers and its servers. Without a codec tensors are sent
+    uncompressed.
     """
 
     inputs: str | None = Field(default=None, max_length=64)  # activations sent to an expert
@@ -71,18 +69,21 @@ class GridCodecs(SpecificationTable):
 class GridSpecification(OwnedSpecification):
     """All settings of a grid that its servers must have in common, as in the TOML file."""
 
-    # what peers without an invite may do in a grid for invited peers: "none", "call" (forward passes, and
-    # backward passes of frozen experts) or "train"
+    # permissions of peers without an invite in an invited grid: "none", "call" (forward passes, and backward
+    # passes of frozen experts) or "train"
     guests: Literal["none", "call", "train"] = "call"
-    # patterns of the experts' names: "ffn.[0:4].[0:4]"; one may be written without a list
+    # patterns of the experts' names: "ffn.[0:4].[0:4]"; a single pattern needs no list
     experts: tuple[Annotated[str, Field(max_length=200)], ...] = Field(min_length=1, max_length=64)
     expert_class: str = Field(default="ffn", min_length=1, max_length=64)
-    # SHA-256 of the file that has the class, if it comes with `--module`; every server needs the same file
+    # SHA-256 of the file that defines the class, if it is given with `--module`; every server needs the same
+    # file
     module: str | None = Field(default=None, pattern=_HASH)
     hidden_dim: _Size = 1024
-    sequence_length: _Size = 128  # of classes that take sequences
+    sequence_length: _Size = 128  # the largest, of classes that take sequences
+    # experts take and return codes of this many numbers instead of vectors of hidden_dim; 0: the vectors
+    activation_rank: Annotated[int, Field(ge=0, le=1 << 20)] = 0
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    # of the initial parameters, together with the expert's name
+    # together with the expert's name, determines the initial parameters
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
     # seconds between two averages of replicas; 0: never
     average_s: Annotated[float, Field(ge=0, le=86400.0, allow_inf_nan=False)] = 60.0
@@ -102,6 +103,12 @@ class GridSpecification(OwnedSpecification):
         named = {"name": GRID_PREFIX + patterns[0].partition(".")[0].lower()} if patterns else {}
         return {**named, **table, "experts": tuple(patterns)}
 
+    @model_validator(mode="after")
+    def _rank_is_within_the_width(self) -> GridSpecification:
+        if self.activation_rank > self.hidden_dim:
+            raise ValueError("activation_rank is at most hidden_dim")
+        return self
+
     @field_validator("experts")
     @classmethod
     def _are_patterns(cls, value: tuple[str, ...]) -> tuple[str, ...]:
@@ -119,9 +126,11 @@ class GridSpecification(OwnedSpecification):
 
     @property
     def step_bounds(self) -> tuple[float | None, float | None]:
-        """Return the largest norm of the gradients of a step, and the largest relative change by it."""
+        """Return two bounds of a step: the largest gradient norm and the largest relative change of the
+        parameters. Where strangers train both exist, whatever the specification leaves out.
+        """
         clip_norm, update_norm_max = self.optimizer.clip_norm, self.optimizer.update_norm_max
-        if self.members == "invited" and self.guests == "train":
+        if self.members == "open" or self.guests == "train":
             clip_norm = _STRANGERS_CLIP_NORM if clip_norm is None else clip_norm
             update_norm_max = _STRANGERS_UPDATE_NORM_MAX if update_norm_max is None else update_norm_max
         return clip_norm, update_norm_max
@@ -132,5 +141,5 @@ class GridSpecification(OwnedSpecification):
         return [ExpertGrid.parse(one) for one in self.experts]
 
     def has(self, pattern: ExpertGrid) -> bool:
-        """Return whether all experts that a pattern names belong to this grid."""
+        """Return whether all experts that match a pattern belong to this grid."""
         return any(own.covers(pattern) for own in self.patterns)

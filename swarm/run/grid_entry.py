@@ -1,5 +1,5 @@
-"""How a server enters a grid of experts: it creates the grid, or takes the specification of one that the
-swarm has, which its user's options must not contradict.
+"""Let a server enter a grid of experts: it creates the grid, or takes the specification from the swarm. The
+user's options must not contradict that specification.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ async def create_or_enter(
     clock: Clock,
 ) -> tuple[SignedSpecification, bool]:
     """Return the swarm's grid with the name of the offered one, and whether it is new. If there is none,
-    `owner` creates it; if it is the owner's, an offer that differs becomes its next version. `given` holds
-    the keys of the offered specification that the user has set.
+    `owner` creates it. If `owner` owns the grid and the offered specification differs, this becomes the next
+    version. `given` holds the keys that the user has set.
 
     Raises UsageError if the swarm has several grids of the name, or one that differs in a key of `given`.
     """
@@ -54,8 +54,8 @@ async def create_or_enter(
 
 
 def check_agrees(signed: SignedSpecification, offered: GridSpecification, given: Collection[str]) -> None:
-    """Raise UsageError that names the keys of `given` in which the signed grid differs from the offered one.
-    The offered experts may be some of the grid's.
+    """Raise UsageError if the signed grid differs from the offered one in keys of `given`. The offered
+    experts may be a subset of the grid's.
     """
     existing = signed.grid
     before, after = existing.flat_table(), offered.flat_table()
@@ -66,7 +66,7 @@ def check_agrees(signed: SignedSpecification, offered: GridSpecification, given:
     ]
     if "experts" in given:
         problems += [
-            f"it has no experts {one}: it is made of {', '.join(existing.experts)}"
+            f"it has no experts {one}: its experts are {', '.join(existing.experts)}"
             for one in offered.patterns
             if not existing.has(one)
         ]
@@ -112,6 +112,6 @@ def check_module(signed: SignedSpecification, file: Path | None) -> None:
         )
     if module_hash(file) != wanted:
         raise UsageError(
-            f"--module {file} is another file than that of {signed.full_name} (SHA-256 {wanted}): get that "
+            f"--module {file} is not the file of {signed.full_name} (SHA-256 {wanted}): get that "
             "one from the owner"
         )

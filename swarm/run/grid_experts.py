@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from moe.classes import ExpertSettings, expert_class, make
+from moe.classes.low_rank import ActivationSubspace
 from moe.protocol.codecs import WireCodecs
-from moe.server.expert import Expert
-from swarm.core.device import resolve_device
+from moe.server.expert import ComputationFailed, Expert
+from moe.server.norm_statistics import unchanged_statistics
+from swarm.core.device import free_bytes, is_out_of_memory, resolve_device
+from swarm.core.errors import UsageError
 
 if TYPE_CHECKING:
     from moe.protocol.names import ExpertUid
+    from moe.protocol.schema import Leaf
     from swarm.run.grid import GridSpecification
+
+_COMPILED_BATCH = 2  # torch.compile makes a case of its own for a batch of one
 
 
 def seed_of(seed: int, uid: ExpertUid) -> int:
@@ -31,19 +37,53 @@ class ExpertFactory:
     """Makes the experts of a grid on this machine."""
 
     def __init__(
-        self, grid: GridSpecification, *, device: str, module: Path | None, keep_activations_bytes: int
+        self,
+        grid: GridSpecification,
+        *,
+        device: str,
+        module: Path | None,
+        keep_activations_bytes: int,
+        is_compiled: bool = False,
     ) -> None:
         """`device`: as `resolve_device` takes it. `module`: the user's own file that has the expert class.
         `keep_activations_bytes`: activations that each expert keeps for the backward pass instead of
         computing them again.
 
+        `is_compiled`: experts are compiled with `torch.compile` when they are made.
+
         Raises UsageError when there is no such class, or no such device.
         """
         self._grid, self._keep_activations_bytes = grid, keep_activations_bytes
+        self._is_compiled = is_compiled
         self._class = expert_class(grid.expert_class, module)
         self._settings = ExpertSettings(hidden_dim=grid.hidden_dim, sequence_length=grid.sequence_length)
         self.device = resolve_device(device)
         self.dtype: torch.dtype = getattr(torch, grid.dtype)
+
+    def make_all(self, uids: Sequence[ExpertUid]) -> dict[ExpertUid, Expert]:
+        """Return new experts. Raises UsageError when the memory of the device is too small for them: at once
+        where its free memory is known, otherwise when it has run out.
+        """
+        free = free_bytes(self.device)
+        room = len(uids) if free is None else free // self.bytes_of_one()
+        if room < len(uids):
+            raise self._too_little(len(uids), room)
+        made: dict[ExpertUid, Expert] = {}
+        for uid in uids:
+            try:
+                made[uid] = self.make(uid)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise self._too_little(len(uids), len(made)) from None
+        return made
+
+    def _too_little(self, wanted: int, room: int) -> UsageError:
+        cure = f"host {room} with --num-experts, or say --memory SIZE" if room else "choose another device"
+        return UsageError(
+            f"{wanted} experts with their gradients and optimizers do not fit into the memory of "
+            f"{self.device}, and {room or 'not even one'} would: {cure}"
+        )
 
     def make(self, uid: ExpertUid) -> Expert:
         """Return a new expert. Its initial parameters follow from the grid's seed and its name, so replicas
@@ -51,7 +91,7 @@ class ExpertFactory:
         """
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed_of(self._grid.seed, uid))
-            module, sample = make(self._grid.expert_class, self._class, self._settings)
+            module, sample = self._make()
         optimizer = self._grid.optimizer
         clip_norm, update_norm_max = self._grid.step_bounds
         expert = Expert(
@@ -66,14 +106,29 @@ class ExpertFactory:
         expert.codecs = WireCodecs(**self._grid.codecs.model_dump())
         expert.update_norm_max = update_norm_max
         expert.target_batch_size = optimizer.target_batch_size
-        expert.expert_class = self._grid.expert_class if self._grid.module is None else ""
+        is_known = self._grid.module is None and not self._grid.activation_rank
+        expert.expert_class = self._grid.expert_class if is_known else ""
+        if self._is_compiled:
+            _compile(expert)
         return expert
+
+    def _make(self) -> tuple[torch.nn.Module, tuple[Any, ...]]:
+        grid = self._grid
+        module, sample = make(grid.expert_class, self._class, self._settings)
+        if not grid.activation_rank:
+            return module, sample
+        subspace = ActivationSubspace(grid.hidden_dim, grid.activation_rank, grid.seed)
+        return subspace.stage(module), subspace.sample(sample)
 
     def bytes_of_one(self) -> int:
         """Return the memory that one expert takes on its device, in bytes: parameters, gradients, optimizer,
-        and float32 copies of smaller parameters. Activations come on top.
+        and float32 copies of smaller parameters. Activations are not included.
         """
-        module, _ = make(self._grid.expert_class, self._class, self._settings)
+        try:
+            with torch.device("meta"):  # without memory
+                module, _ = self._make()
+        except UsageError:  # a class of the user that needs a real device
+            module, _ = self._make()
         count = sum(parameter.numel() for parameter in module.parameters())
         size = self.dtype.itemsize
         if self._grid.optimizer.name == "none":
@@ -99,6 +154,34 @@ class ExpertFactory:
             return 1.0 if last is None else max(0.0, (last - step) / (last - warmup))
 
         return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def _compile(expert: Expert) -> None:
+    """Compile an expert for batches of any size, now and not when the first caller waits for it. Raises
+    UsageError where that is impossible.
+    """
+    module, schema = expert.module, expert.schema
+
+    def call(*arguments: Any) -> Any:  # torch does not compile some of its own modules by themselves
+        return module(*arguments)
+
+    expert.called = torch.compile(call, dynamic=True)
+
+    def zeros(leaves: Sequence[Leaf]) -> list[torch.Tensor]:
+        return [
+            torch.zeros((_COMPILED_BATCH, *leaf.shape), dtype=leaf.dtype, device="cpu") for leaf in leaves
+        ]
+
+    try:
+        with unchanged_statistics(expert.module):
+            expert.forward(zeros(schema.input_leaves))
+            if not expert.frozen:
+                expert.accumulate([(None, zeros(schema.input_leaves), zeros(schema.gradient_leaves))])
+    except ComputationFailed as error:
+        raise UsageError(
+            f"torch.compile does not work for this expert here, leave --compile out: {error}"
+        ) from None
+    expert.discard()
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

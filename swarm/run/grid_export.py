@@ -1,5 +1,5 @@
-"""Download a grid of experts: its parameters as a safetensors file, or all that training needs as a folder
-of checkpoints, from which servers resume.
+"""Download a grid of experts: its parameters as a safetensors file, or its whole state as a folder of
+checkpoints from which servers resume.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from swarm.run.grid_experts import ExpertFactory
     from swarm.run.signed import SignedSpecification
 
-# Replicas differ by what each has learned since their last average. Farther apart than this (as a fraction of
-# the norm), one of them lies, or resumed from an old checkpoint.
+# Replicas differ by their steps since the last average. If they differ by more than this fraction of the
+# norm, one of them lies or resumed from an old checkpoint.
 _APART_MAX = 0.25
-_EXPERTS_LISTED = 8  # in a sentence
+_EXPERTS_LISTED = 8  # names listed in one sentence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,19 +46,19 @@ class GridExport:
 
     experts: list[str]
     missing: list[str]  # experts of the grid that nobody hosts
-    doubtful: list[str]  # experts whose replicas lie far apart
-    digest: str  # of all parameters: equal for equal ones
+    doubtful: list[str]  # experts whose replicas differ too much
+    digest: str  # digest of all parameters
 
     @property
     def warnings(self) -> list[str]:
-        """Return sentences about what the user should know."""
+        """Return warnings for the user, one sentence each."""
         found = []
         if self.missing:
             found.append(f"nobody hosts {_listed(self.missing)}")
         if self.doubtful:
             found.append(
-                f"the replicas of {_listed(self.doubtful)} lie far apart: one of their servers lies or has "
-                "an old state. With three replicas the median counts"
+                f"the replicas of {_listed(self.doubtful)} differ too much: one of their servers lies or "
+                "has an old state. With three replicas the median is used"
             )
         return found
 
@@ -69,7 +69,7 @@ def export_grid(
     """Write the parameters and buffers of all experts to a safetensors file, as NAME.TENSOR: ffn.0.1.0.weight
     is the tensor 0.weight of the expert ffn.0.1.
 
-    Raises NotEnoughPeers when no server gives an expert that it declares, and SwarmError when the file cannot
+    Raises NotEnoughPeers when no server sends an expert that it declares, and SwarmError when the file cannot
     be written.
     """
     from safetensors import SafetensorError
@@ -108,8 +108,8 @@ def export_grid(
 def checkpoint_grid(
     node: Node, signed: SignedSpecification, factory: ExpertFactory, folder: Path, on_progress: Progress
 ) -> GridExport:
-    """Write a checkpoint of every expert, with the optimizer's statistics and its lineage, to a folder that
-    `swarm serve --checkpoint` resumes from, on any machine. One expert at a time is in memory.
+    """Write a checkpoint of every expert, with the optimizer's statistics and its lineage, to a folder. On
+    any machine, `swarm serve --checkpoint` resumes from it. Only one expert at a time is in memory.
 
     Raises as `export_grid` does.
     """
@@ -155,7 +155,7 @@ def _missing(signed: SignedSpecification, hosted: Mapping[ExpertUid, object]) ->
 
 
 def _digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Return a digest of names and values. The tensors are on the host."""
+    """Return a digest of names and values. The tensors must be on the host."""
     pieces = (
         piece
         for name in sorted(tensors)

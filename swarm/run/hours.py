@@ -19,14 +19,16 @@ _RANGE = re.compile(r"(\d{1,2})(?::(\d{2}))?\s*-\s*(\d{1,2})(?::(\d{2}))?")
 class Hours:
     """Time ranges of the day, each (first second, second after the last); no range means always.
 
-    A range that ends before it begins goes over midnight.
+    A range whose end is before its start spans midnight.
     """
 
     ranges: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def parse(cls, texts: Iterable[str]) -> Hours:
-        """Parse texts such as `22-7` or `9:30-12,14-18`. Raise UsageError that names a wrong one."""
+        """Parse texts such as `22-7` or `9:30-12,14-18`. Raise UsageError that names the text that is not
+        valid.
+        """
         return cls(tuple(_parse_range(part) for text in texts for part in text.split(",")))
 
     def open_at(self, second: float) -> bool:

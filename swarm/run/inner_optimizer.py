@@ -20,8 +20,8 @@ from swarm.run.task import Task
 def build_optimizer(
     model: torch.nn.Module, choice: OptimizerChoice, task: Task | None = None
 ) -> torch.optim.Optimizer:
-    """Return the named optimizer over all parameters of the model that are trained. A name that begins with
-    "task:" is one of the run's task. Raise UsageError if the task has no such optimizer.
+    """Return the named optimizer for all trainable parameters of the model. A name that begins with "task:"
+    is an optimizer of the run's task. Raise UsageError if the task has no such optimizer.
 
     Weight decay applies to matrices and not to vectors (norms, biases).
     """
@@ -61,16 +61,16 @@ def _built(model: torch.nn.Module, choice: OptimizerChoice, task: Task | None) -
 def _of_task(
     model: torch.nn.Module, choice: OptimizerChoice, name: str, task: Task | None
 ) -> torch.optim.Optimizer:
-    """Return the optimizer `name` of a task, which has `build_optimizer(name, model, choice)` for it."""
+    """Return the optimizer `name` that a task builds with `build_optimizer(name, model, choice)`."""
     build = getattr(task, "build_optimizer", None)
     if build is None:
         raise UsageError(
-            f"the run's optimizer is {choice.name!r}, and its task has no optimizers of its own: "
-            "a task with the method build_optimizer has some"
+            f"the run's optimizer is {choice.name!r}, and its task provides none: it has no method "
+            "build_optimizer"
         )
     optimizer = build(name, model, choice)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(f"the task's optimizer {name!r} is no torch optimizer but {optimizer!r:.60}")
+        raise UsageError(f"the task's optimizer {name!r} is not a torch optimizer but {optimizer!r:.60}")
     return optimizer
 
 

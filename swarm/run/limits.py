@@ -12,10 +12,10 @@ from swarm.core.errors import SwarmError, UsageError
 from swarm.core.wording import size
 from swarm.run.hours import ALWAYS, Hours
 
-CALM_S = 30.0  # without a disturbance, before a volunteer goes on
-LOAD_MAX = 0.25  # part of all cores that other programs may use while a volunteer trains only when idle
-COOLER_C = 5.0  # by how much it must cool down below the limit, before training heats it again
-IDLE_S = 300.0  # of `--when-idle` without a time
+CALM_S = 30.0  # quiet time before a paused volunteer trains again
+LOAD_MAX = 0.25  # with `--when-idle`: share of all cores that other programs may use
+COOLER_C = 5.0  # a hot device must cool to this much below the limit before training continues
+IDLE_S = 300.0  # idle time of `--when-idle` if the user gives none
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h|d|)")
@@ -27,12 +27,12 @@ class VolunteerLimits:
 
     hours: Hours = ALWAYS  # local time; the volunteer trains only in these hours
     memory_bytes_max: int | None = None  # of this process; None: no limit
-    idle_s: float = 0.0  # train only while nobody has used it for this time; 0: always
+    idle_s: float = 0.0  # train only while nobody has used the machine for this time; 0: always
     yields_gpu: bool = True  # pause while another program computes on the device
     on_battery: bool = False  # train on battery, too
     on_metered: bool = False  # train over a metered connection, too
-    temperature_c_max: float | None = None  # of the device or the processor; None: no limit
-    processor_share: float = 1.0  # of all cores, above 0 and at most 1
+    temperature_c_max: float | None = None  # highest temperature of device and processor; None: no limit
+    processor_share: float = 1.0  # share of all cores to use, above 0 and at most 1
     daily_bytes_max: int | None = None  # sent and received by this user's volunteers; None: no limit
     monthly_bytes_max: int | None = None
 
@@ -40,8 +40,8 @@ class VolunteerLimits:
         """Raise SwarmError if the run is expected to need more memory than allowed."""
         if self.memory_bytes_max is not None and needed_bytes > self.memory_bytes_max:
             raise SwarmError(
-                f"the run {run} needs about {needed_bytes / 1e6:,.0f} MB of memory, and --memory allows "
-                f"{self.memory_bytes_max / 1e6:,.0f} MB: allow more, or volunteer for another run"
+                f"the run {run} needs about {size(needed_bytes)} of memory, and --memory allows "
+                f"{size(self.memory_bytes_max)}: allow more, or volunteer for another run"
             )
 
 
@@ -56,10 +56,10 @@ class Decision(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineUse:
-    """The other uses of this machine. None: it is not known here, which never pauses a volunteer."""
+    """Other uses of this machine. None means unknown; an unknown value never pauses a volunteer."""
 
     idle_s: float | None = None  # since a person last used keyboard, mouse or terminal
-    other_load: float | None = None  # part of all cores that other programs use, 0 to 1
+    other_load: float | None = None  # share of all cores that other programs use, 0 to 1
     device_users: tuple[str, ...] = ()  # other programs that compute on the device
     on_battery: bool | None = None
     metered: bool | None = None
@@ -89,13 +89,10 @@ def decide(limits: VolunteerLimits, status: MachineStatus) -> tuple[Decision, st
         return Decision.LEAVE, status.not_invited
     ceiling = limits.memory_bytes_max
     if ceiling is not None and status.memory_bytes > ceiling:
-        text = (
-            f"this process takes {status.memory_bytes / 1e6:,.0f} MB of memory "
-            f"and --memory allows {ceiling / 1e6:,.0f} MB"
-        )
+        text = f"this process takes {size(status.memory_bytes)} of memory and --memory allows {size(ceiling)}"
         return Decision.LEAVE, text
     if status.asked_to_pause:
-        return Decision.PAUSE, "asked to pause; `swarm resume` goes on"
+        return Decision.PAUSE, "asked to pause; `swarm resume` continues"
     if not limits.hours.open_at(status.second_of_day):
         wait_s = limits.hours.opens_in_s(status.second_of_day)
         return Decision.PAUSE, f"outside of the hours {limits.hours}; going on in {wait_s / 3600:.1f} h"
@@ -113,8 +110,8 @@ def decide(limits: VolunteerLimits, status: MachineStatus) -> tuple[Decision, st
 
 
 class Calm:
-    """Decides whether what else happens on the machine disturbs, so that a volunteer does not come and go:
-    after the last disturbance it waits until the machine has been calm for `CALM_S`.
+    """Decides whether other activity on the machine pauses the volunteer. To avoid frequent changes, a pause
+    lasts until the machine has been quiet for `CALM_S`.
     """
 
     def __init__(self) -> None:
@@ -123,7 +120,7 @@ class Calm:
 
     def disturbance(self, limits: VolunteerLimits, use: MachineUse, now_s: float) -> str:
         """Return why to pause now, as a sentence for the user; empty if the volunteer may train. `now_s` is
-        any clock that runs evenly.
+        the time of a monotonic clock.
         """
         reason = _disturbance(limits, use, paused=bool(self._reason))
         if reason:

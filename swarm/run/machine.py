@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from swarm.core.device import missing_cuda, resolve_device
 from swarm.core.errors import SwarmError, UsageError
+from swarm.core.wording import size
 from swarm.run.specification import RunSpecification
 
 if TYPE_CHECKING:
@@ -14,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def choose_device(name: str, specification: RunSpecification) -> torch.device:
-    """Return the device that `name` means on this machine. Imports torch, unless the name alone is refused.
+    """Return the device with this name on this machine. Imports torch, unless the name itself is refused.
 
     Raises UsageError if this machine has no such device, or if the run requires CUDA and the device is not a
     CUDA device.
@@ -46,8 +49,8 @@ def check_memory(needed_bytes: int, free: int, run: str, where: str = "this mach
     """Raise SwarmError if the run needs more memory than is free on `where`."""
     if needed_bytes > free:
         raise SwarmError(
-            f"the run {run} needs about {needed_bytes / 1e6:,.0f} MB of memory "
-            f"and {free / 1e6:,.0f} MB are free on {where}: "
+            f"the run {run} needs about {size(needed_bytes)} of memory "
+            f"and {size(free)} are free on {where}: "
             "close other programs, or volunteer with a larger machine"
         )
 
@@ -65,8 +68,23 @@ def second_of_day() -> float:
     return now.tm_hour * 3600.0 + now.tm_min * 60.0 + now.tm_sec
 
 
+_asked_s = [0.0]  # in which this process waited for an answer of its user
+
+
+@contextlib.contextmanager
+def asking() -> Iterator[None]:
+    """Leave the time of this context out of `process_age_s`: a person reads, and answers."""
+    began_s = time.monotonic()
+    try:
+        yield
+    finally:
+        _asked_s[0] += time.monotonic() - began_s
+
+
 def process_age_s() -> float:
-    """Return the seconds since this process started, including the start of Python."""
+    """Return the seconds since this process started, including the start of Python, and without those in
+    which it waited for an answer of its user.
+    """
     import psutil
 
-    return max(0.0, time.time() - psutil.Process().create_time())
+    return max(0.0, time.time() - psutil.Process().create_time() - _asked_s[0])

@@ -1,8 +1,8 @@
-"""Watch what else a machine does, so that a volunteer does not disturb: its person, other programs, battery,
-connection and temperature.
+"""Watch the other uses of a machine, so that a volunteer does not disturb them: user input, other programs,
+battery, connection and temperature.
 
-Everything is read from the operating system. What cannot be read on a machine is None, and never pauses
-anybody.
+Everything is read from the operating system. A value that cannot be read is None and never pauses a
+volunteer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _TICK_S = 0.5
 _COMMAND_S_MAX = 2.0
-_GRAPHICS_LOAD_MIN = 30  # percent of the GPU from which a program that draws counts, such as a game
+_GRAPHICS_LOAD_MIN = 30  # a graphics program, such as a game, counts from this load of the GPU in percent
 _PROCESSOR_SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal")
 _ENERGY_COUNTERS = Path("/sys/class/powercap")
 _NETWORK_MANAGER = ("org.freedesktop.NetworkManager", "/org/freedesktop/NetworkManager")
@@ -45,21 +45,22 @@ _METERED = {1: True, 2: False, 3: True, 4: False}  # NMMetered: yes, no, guess-y
 
 class MachineProbes:
     """Reads the present state of this machine. `own_programs` returns the ids of the processes that are this
-    user's volunteers, which do not disturb one another.
+    user's volunteers, which are not counted as other programs.
     """
 
     def __init__(self, device: torch.device, own_programs: Callable[[], Collection[int]]) -> None:
         self._gpu = _Gpu(device) if device.type == "cuda" else None
         self._own_programs = own_programs
-        self._load_before: tuple[float, float, float] | None = None  # seconds: any clock, idle cores, own
+        # seconds: monotonic clock, idle time of the cores, time of own programs
+        self._load_before: tuple[float, float, float] | None = None
 
     def device_users(self) -> tuple[str, ...]:
         """Return the names of other programs that compute on the device."""
         return self._gpu.others(self._own) if self._gpu is not None else ()
 
     def other_load(self) -> float | None:
-        """Return the part of all cores that other programs have used since the last call; None at the
-        first.
+        """Return the share of all cores that other programs have used since the last call; None on the first
+        call.
         """
         times = psutil.cpu_times()
         idle_s = times.idle + getattr(times, "iowait", 0.0)
@@ -81,12 +82,12 @@ class MachineProbes:
         return min(answers, default=None)
 
     def on_battery(self) -> bool | None:
-        """Return whether the machine runs on battery; None where it has none."""
+        """Return whether the machine runs on battery; None if it has no battery."""
         battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
         return None if battery is None or battery.power_plugged is None else not battery.power_plugged
 
     def metered(self) -> bool | None:
-        """Return whether NetworkManager says that the connection is paid for by its traffic."""
+        """Return whether NetworkManager reports the connection as metered."""
         answer = _property(*_NETWORK_MANAGER, _NETWORK_MANAGER[0], "Metered")
         return _METERED.get(answer) if isinstance(answer, int) else None
 
@@ -98,7 +99,7 @@ class MachineProbes:
         return max(found, default=None)
 
     def joules(self) -> float | None:
-        """Return the energy that device and processor have taken since some time, of those that can be
+        """Return the energy that device and processor have used since a fixed moment, as far as it can be
         read.
         """
         found = [] if self._gpu is None else self._gpu.joules()
@@ -116,8 +117,8 @@ class MachineProbes:
 
 
 class MachineWatch:
-    """Asks the probes in a thread of its own, each as often as its answer matters, and only for what the
-    limits need. `use` is the last known state; any thread may read it.
+    """Runs the probes in a thread of its own, each at its own interval, and only those that the limits need.
+    `use` is the last known state; any thread may read it.
     """
 
     def __init__(self, probes: MachineProbes, limits: Callable[[], VolunteerLimits]) -> None:
@@ -128,7 +129,7 @@ class MachineWatch:
         self._thread = threading.Thread(target=self._run, name="watches the machine", daemon=True)
 
     def start(self) -> None:
-        """Read the state once, and go on in the background until `close`."""
+        """Read the state once, then continue in the background until `close`."""
         self.read(time.monotonic())
         self._thread.start()
 
@@ -137,7 +138,7 @@ class MachineWatch:
         self._end.set()
 
     def read(self, now_s: float) -> None:
-        """Ask the probes that are due."""
+        """Run the probes that are due."""
         limits = self._limits()
         use = self.use
         for name, wanted, every_s in (
@@ -154,8 +155,8 @@ class MachineWatch:
         self.use = use
 
     def _answer(self, name: str) -> Any:
-        """Return what a probe says. One that fails on this system, in whatever way its sensors do, knows
-        nothing.
+        """Return the value of a probe, or None if it fails: sensors fail in different ways on different
+        systems.
         """
         try:
             return getattr(self._probes, name)()
@@ -191,9 +192,9 @@ class _Gpu:
             return ()
         drawing = self._drawing(nvml, handle)
         if computing | drawing <= {os.getpid()}:
-            return ()  # the usual case, without a look at all processes
+            return ()  # the usual case: no need to inspect all processes
         own = own_programs()
-        # In a container, NVML names processes by the ids that they have outside; one of them is this one.
+        # In a container NVML reports process ids of the host, so one of them may be this process.
         others = sorted(computing - own)[1 if own.isdisjoint(computing) else 0 :]
         others += sorted(drawing - computing - own)
         return tuple(dict.fromkeys(_program(pid) for pid in others if not _is_volunteer(pid)))
@@ -217,7 +218,7 @@ class _Gpu:
             return []
 
     def _drawing(self, nvml: Any, handle: Any) -> set[int]:
-        """Return the programs that keep the GPU busy with pictures."""
+        """Return the programs that keep the GPU busy with graphics."""
         try:
             samples = nvml.nvmlDeviceGetProcessUtilization(handle, self._seen_us)
         except nvml.NVMLError:
@@ -226,7 +227,7 @@ class _Gpu:
         return {one.pid for one in samples if one.smUtil >= _GRAPHICS_LOAD_MIN}
 
     def _open(self) -> tuple[Any, Any]:
-        """Return the library and its handle of the device; None if this machine has no NVML."""
+        """Return the NVML library and its handle of the device; None if this machine has no NVML."""
         import pynvml
         import torch
 
@@ -241,7 +242,7 @@ class _Gpu:
 
 
 def _processor_s(pid: int) -> float:
-    """Return the processor time of a process; 0 when it is gone."""
+    """Return the processor time of a process; 0 if it has ended."""
     try:
         times = psutil.Process(pid).cpu_times()
     except psutil.Error:
@@ -250,7 +251,7 @@ def _processor_s(pid: int) -> float:
 
 
 def _is_volunteer(pid: int) -> bool:
-    """Return whether a process is a command of this program, maybe of another user."""
+    """Return whether a process is a `swarm` command of this or another user."""
     try:
         return any(Path(one).name == "swarm" for one in psutil.Process(pid).cmdline()[:2])
     except psutil.Error:
@@ -258,7 +259,7 @@ def _is_volunteer(pid: int) -> bool:
 
 
 def _program(pid: int) -> str:
-    """Return what people know a program by."""
+    """Return the name of a process's program, for messages."""
     try:
         return psutil.Process(pid).name()
     except psutil.Error:
@@ -266,7 +267,7 @@ def _program(pid: int) -> str:
 
 
 def _desktop_idle_s() -> float | None:
-    """Return for how long the desktop has had no input: as GNOME says, else as the login manager says."""
+    """Return the seconds since the last desktop input, from GNOME or else from the login manager."""
     answer = _bus(["--user", "call", *_MUTTER, "GetIdletime"])
     if isinstance(answer, int):
         return answer / 1e3
@@ -280,7 +281,7 @@ def _desktop_idle_s() -> float | None:
 
 
 def _terminal_idle_s() -> float | None:
-    """Return the seconds since somebody last typed in a terminal; None where nobody is logged in at one."""
+    """Return the seconds since the last input in a terminal; None if nobody is logged in on one."""
     used_s = []
     for user in psutil.users():
         with contextlib.suppress(OSError):
@@ -294,7 +295,7 @@ def _property(service: str, path: str, interface: str, name: str) -> object:
 
 
 def _bus(arguments: Sequence[str]) -> object:
-    """Return the one value that a D-Bus object answers; None where there is no bus, object or answer."""
+    """Return the single value of a D-Bus call; None if there is no bus, object or answer."""
     text = _output(["busctl", "--json=short", *arguments])
     with contextlib.suppress(ValueError, KeyError, IndexError, TypeError):
         data = json.loads(text)["data"]
@@ -303,7 +304,7 @@ def _bus(arguments: Sequence[str]) -> object:
 
 
 def _output(command: list[str]) -> str:
-    """Return what a program prints; empty where it is missing, fails or hangs."""
+    """Return the output of a program; empty if it is missing, fails or hangs."""
     if shutil.which(command[0]) is None:
         return ""
     try:

@@ -1,5 +1,5 @@
-"""Membership of invited runs as commands and volunteers use it: which process may take part, what it keeps on
-disk, and how it learns who was revoked.
+"""Membership of invited runs, for commands and volunteers: permission to take part, the capability on disk,
+and revocations.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-CAPABILITIES_MAX = 64  # files; above this, those that were written longest ago are deleted
+CAPABILITIES_MAX = 64  # files; above this, the oldest are deleted
 _SUFFIX = ".capability"
 _FIND_FIRST_S, _FIND_S_MAX = 1.0, 60.0  # between two searches for the run's specification
 
 
 def identity_of(signed: SignedSpecification) -> RunIdentity:
-    """Return what the id of this run follows from, with its present owner."""
+    """Return the identity of this run, from which its id follows, with its present owner."""
     return RunIdentity(signed.founder, signed.name, signed.specification.recovery_peer, signed.handover)
 
 
 def check_invited(signed: SignedSpecification, membership: RunMembership | None) -> None:
-    """Raise UsageError when this process must not take part in a run: it would answer anybody, or it was
-    invited to another run.
+    """Raise UsageError if this process must not take part in a run: it has no invite and would answer
+    everybody, or its invite is to another run.
     """
     if membership is not None and membership.run_id != signed.run_id:
         raise UsageError(
@@ -55,8 +55,8 @@ def check_invited(signed: SignedSpecification, membership: RunMembership | None)
 
 
 def save_capability(folder: Path, membership: RunMembership) -> None:
-    """Keep this peer's capability, from which `swarm invite` issues further invites; an owner needs none.
-    Disk errors are logged and not raised.
+    """Save this peer's capability. `swarm invite` issues further invites from it; an owner needs none. Disk
+    errors are logged and not raised.
     """
     if not membership.capability:
         return
@@ -71,7 +71,7 @@ def save_capability(folder: Path, membership: RunMembership) -> None:
 
 
 def load_capability(folder: Path, run_id: str, holder: PeerId) -> Grants:
-    """Return the capability that this peer keeps for a run; none if there is no valid file. A damaged one is
+    """Return the stored capability of this peer for a run; None if there is no valid file. A damaged file is
     moved aside.
     """
     file = _file(folder, run_id, holder)
@@ -90,8 +90,8 @@ def load_capability(folder: Path, run_id: str, holder: PeerId) -> Grants:
 
 
 def excluded_peers(signed: SignedSpecification, membership: RunMembership | None) -> frozenset[PeerId]:
-    """Refuse those that this version revokes, and return the peers that it excludes, perhaps this one: those
-    that the owner has banned, and those that have lost their capability. Runs on the network thread.
+    """Refuse the peers and invites that this version revokes. Return the excluded peers, possibly including
+    this one: banned peers and peers that have lost their capability. Runs on the network thread.
     """
     banned = signed.specification.banned_peers
     if membership is None:
@@ -103,8 +103,8 @@ def excluded_peers(signed: SignedSpecification, membership: RunMembership | None
 
 
 async def first_subjects(node: Node) -> frozenset[PeerId]:
-    """Meet the members of the run that the node was invited to, and return the peers and invites with which
-    their capabilities begin, this node's own included. Without an invite there are none.
+    """Query the members of the run to which the node was invited. Return the peers and invites at the start
+    of the members' capability chains, including this node's. Without an invite the result is empty.
     """
     membership = node.membership
     if membership is None:
@@ -122,9 +122,9 @@ def follow_run(
     grid: SignedSpecification | None = None,
     on_newer: Callable[[SignedSpecification], None] = lambda newer: None,
 ) -> None:
-    """Follow the specification of the run that the node was invited to, for those that it revokes, and that
-    of the grid whose experts it hosts: for members that train nothing. `on_newer` is called with newer
-    versions, on the network thread.
+    """Follow specifications on behalf of a member that does not train: that of the run to which the node was
+    invited, because of revocations, and that of the grid whose experts it hosts. `on_newer` is called with
+    newer versions, on the network thread.
     """
     membership = node.membership
     directory = RunDirectory(node.dht.service, node.peer_id, clock=node.clock)
@@ -135,7 +135,8 @@ def follow_run(
             name = f"following run {membership.run_id}"
             spawn(name, lambda: _follow_invited(node, directory, membership, on_newer), restart=True)
         if grid is not None and (membership is None or membership.run_id != grid.run_id):
-            # A node answers owners of one run; an invited one comes first, for those that it revokes.
+            # A node accepts versions from the owner of one run only. The run of its invite has priority,
+            # because of revocations.
             answers = membership is None
             name = f"following {grid.full_name}"
             spawn(name, lambda: _follow(node, directory, grid, on_newer, answers=answers), restart=True)
@@ -173,7 +174,7 @@ async def _follow(
     *,
     answers: bool,
 ) -> None:
-    """Follow a specification. `answers`: also the versions that its owner and other members send."""
+    """Follow a specification. `answers`: also accept versions that its owner and other members send."""
     follower = RunFollower(signed, caller=node.channels, directory=directory, members=list, on_newer=on_newer)
     if answers:
         node.handlers.remove(CHANGE.name)

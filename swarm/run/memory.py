@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,12 +24,15 @@ if TYPE_CHECKING:
 
 _FLOAT32 = 4
 # A process with torch's CPU build and a node that trains an empty model: 373 MiB were measured.
-PROCESS_BYTES = 400 << 20
-_CUDA_PROCESS_BYTES = 2 << 30  # the same with CUDA libraries and a CUDA context; not measured on a GPU yet
+_CPU_PROCESS_BYTES = 400 << 20
+# the same with CUDA libraries and a CUDA context; an estimate, not measured on a GPU yet
+# What the libraries of a CUDA build of torch add to it, also where the model is on the CPU: an estimate
+_CUDA_LIBRARIES_BYTES = 300 << 20
+_CUDA_PROCESS_BYTES = 2 << 30
 # Shards of a round that are being sent or received, and the buffers in which they are encoded and reduced.
 _ROUND_BYTES_MAX = 96 << 20
 _CUDA_ROUND_BYTES = 64 << 20  # the same on a CUDA device
-_SLACK = 1.1  # an allocator holds memory between the blocks that are in use
+_SLACK = 1.1  # allocators keep unused memory between blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +68,19 @@ def estimate_memory(
     else:
         host += training
     required = specification.requirements.memory_mb * 1_000_000
-    process = _CUDA_PROCESS_BYTES if on_cuda else PROCESS_BYTES
+    process = _CUDA_PROCESS_BYTES if on_cuda else _process_bytes()
     return MemoryEstimate(
         host_bytes=max(int(_SLACK * host) + process, required),
         device_bytes=int(_SLACK * training) if on_cuda else 0,
     )
+
+
+def _process_bytes() -> int:
+    """Return the memory of a process with torch and a node on the CPU. Does not import torch."""
+    torch = find_spec("torch")
+    libraries = Path(torch.origin).parent / "lib" if torch is not None and torch.origin else None
+    has_cuda = libraries is not None and any(libraries.glob("*torch_cuda*"))
+    return _CPU_PROCESS_BYTES + _CUDA_LIBRARIES_BYTES * has_cuda
 
 
 def _rounds_and_copies(
@@ -87,7 +99,7 @@ def _rounds_and_copies(
     averages: list[float] = [
         epochs,
         state if mode.state_sync_epochs else 0,
-    ]  # the results of both kinds of rounds stay, encoded, until the next one
+    ]  # the encoded results of both kinds of rounds stay in memory until the next one
     if pinned:
         averages = [_power_of_two(size) for size in averages]
     # One copy for a joining peer. A checkpoint is copied as a whole and then tensor by tensor.

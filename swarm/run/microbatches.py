@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from averaging.optim.progress.logic.view import ProgressView
     from swarm.core.ids import PeerId
-    from swarm.run.ranks import LeadingRanks
+    from swarm.run.rank_volunteers import LeadingRanks
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class MicroBatches:
 
     def backward(self, samples: int, zero_grad: Callable[[], None]) -> list[tuple[int, torch.Tensor]]:
         """Compute the gradient of the mean loss over `samples` samples of each process into `.grad`. Returns
-        and raises what `_fitting` does, about those of this process.
+        and raises the same as `_fitting`, for the samples of this process.
         """
         if self.ranks is None:
             return self._fitting(samples, zero_grad)
@@ -116,16 +116,16 @@ class MicroBatches:
 
 @dataclass(slots=True, kw_only=True)
 class StepSize:
-    """Chooses how many samples one step has: those of the specification, or fewer on a machine for which
-    that step is long beside an epoch. Such a peer would come too late for the rounds.
+    """Chooses the number of samples of a step: that of the specification, or fewer if such a step takes too
+    large a part of an epoch on this machine. With long steps a peer would be late for rounds.
 
     The number is halved until a step takes at most a quarter of an epoch, down to one sample, and doubled
     when a step takes much less. It follows the speeds of this peer and of the swarm, which are running means.
     """
 
     emit: Emit
-    _samples: int | None = None  # at present; None: those of the specification
-    _has_said_so: bool = False
+    _samples: int | None = None  # current size of a step; None: that of the specification
+    _was_announced: bool = False
 
     def next(self, samples_max: int, view: ProgressView, own: PeerId) -> int:
         """Return the number of samples of the next step. `samples_max`: those of the specification; `view`:
@@ -134,17 +134,17 @@ class StepSize:
         limit, samples = longest_step(view, own), min(self._samples or samples_max, samples_max)
         while samples > 1 and samples > limit:
             samples //= 2
-        # only with a margin, so that the number does not go up and down with every step
+        # with a margin, so that the number does not oscillate
         if samples < samples_max and limit >= 3 * samples:
             samples = min(2 * samples, samples_max)
         self._samples = None if samples == samples_max else samples
-        if self._samples is not None and not self._has_said_so:
-            self._has_said_so = True
+        if self._samples is not None and not self._was_announced:
+            self._was_announced = True
             self.emit(
                 Notice(
                     text=f"a step of {samples_max} samples takes this machine more than a quarter of an "
-                    f"epoch: training with {samples} at a time, so that they count in time. The number "
-                    "follows the swarm's speed"
+                    f"epoch: training with {samples} at a time, so that they are ready in time for the "
+                    "rounds. The number follows the swarm's speed"
                 )
             )
         return samples

@@ -1,5 +1,5 @@
-"""The part of a specification that runs and grids of experts have in common: the name, who takes part, who is
-banned, and who can give it a new owner. It is written as TOML.
+"""The settings that specifications of runs and of expert grids have in common: name, membership, bans, and
+recovery key. Specifications are written as TOML.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from swarm.core.errors import UsageError
 from swarm.core.ids import RUN_NAME, PeerId
 
-# With which the names of grids begin, and no others. The id is a hash of the name, so it cannot be claimed.
+# Only names of grids begin with this. The id is a hash of the name, so another run cannot claim it.
 GRID_PREFIX = "grid."
 TOML_BYTES_MAX = 256 << 10
-_TOML_DEPTH_MAX = 16  # tables and lists inside one another; a signed specification has fewer
+_TOML_DEPTH_MAX = 16  # nested tables and lists; a signed specification allows fewer
 BANNED_MAX = 500  # each takes 54 bytes of the specification
 REVOKED_MAX = 300  # likewise
 CONFIRMED_MAX = 100  # likewise
@@ -32,7 +32,7 @@ class SpecificationTable(BaseModel):
 class OwnedSpecification(SpecificationTable):
     """The settings that the specifications of runs and of grids have in common."""
 
-    # what the owner sets with `swarm change` and not in the file: it stays when the file is published again
+    # settings of `swarm change`, which the file lacks; they stay when the file is published again
     OWNERS_KEYS: ClassVar[tuple[str, ...]] = ("ended", "banned", "revoked")
 
     name: str
@@ -45,7 +45,7 @@ class OwnedSpecification(SpecificationTable):
     # The owner sets these with `swarm change` while the run is going on.
     ended: bool = False  # the run is over
     banned: tuple[str, ...] = Field(default=(), max_length=BANNED_MAX)  # PeerIDs that every member avoids
-    # holders, issuers and invites (by the PeerID of their key) whose capabilities are valid no more
+    # holders, issuers and invites (as the PeerID of their key) whose capabilities are not valid any more
     revoked: tuple[str, ...] = Field(default=(), max_length=REVOKED_MAX)
     # set by `swarm recover`: peers and invites of the founder whose capabilities stay valid
     confirmed: tuple[str, ...] = Field(default=(), max_length=CONFIRMED_MAX)
@@ -119,7 +119,9 @@ class OwnedSpecification(SpecificationTable):
         except OSError as error:
             raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
         if len(raw) > TOML_BYTES_MAX:
-            raise UsageError(f"{path} is larger than {TOML_BYTES_MAX >> 10} KiB: that is no specification")
+            raise UsageError(
+                f"{path} is larger than {TOML_BYTES_MAX >> 10} KiB, the limit of a specification"
+            )
         try:
             text = raw.decode()
         except UnicodeDecodeError as error:

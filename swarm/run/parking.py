@@ -1,7 +1,7 @@
 """Free the memory of a model and its optimizer during a pause: that of an accelerator, and that of the host.
 
-The tensors stay, with storages of no bytes, so that everything that refers to them stays valid (as FSDP does
-with parameters that are gathered only for a layer).
+The tensors keep empty storages, so that all references to them stay valid. FSDP does the same with parameters
+that it gathers for one layer.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 class ParkedTensors:
-    """Tensors whose contents are away. First those on accelerators are moved into host memory; `to_disk`
-    moves everything into a file.
+    """Tensors without their contents. The constructor moves the contents from accelerators into host memory;
+    `to_disk` moves everything into a file.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Move the contents of those on accelerators into host memory. Views and tied parameters share a
-        storage, which is moved once.
+        """Move the contents of tensors on accelerators into host memory. A storage that views and tied
+        parameters share is moved once.
         """
         self._storages = list(_storages(tensors))
         self._copies = {
@@ -42,7 +42,7 @@ class ParkedTensors:
 
     def to_disk(self, folder: Path) -> None:
         """Move the contents into a temporary file, which the system deletes even when the process is killed.
-        Raises OSError when the disk does not take them; they then stay where they are.
+        Raises OSError if the file cannot be written; the contents then stay in memory.
         """
         if self._file is not None:
             return
@@ -117,7 +117,7 @@ def _storages(tensors: Iterable[torch.Tensor]) -> Iterator[torch.UntypedStorage]
 
 
 def _return_free_memory() -> None:
-    """Let glibc return to the system what was freed; elsewhere the allocator does so by itself."""
+    """Make glibc return freed memory to the system; other allocators do so by themselves."""
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:

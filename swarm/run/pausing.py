@@ -1,5 +1,5 @@
-"""Pauses of a volunteer: whether it trains now, by the limits of its person, what else the machine does and
-the run's owner; and waiting, with the memory freed, until it goes on.
+"""Pauses of a volunteer. Whether it trains depends on its user's limits, other uses of the machine, and the
+run's owner. During a pause its memory is freed.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from averaging.optim.optimizer import Optimizer
     from swarm.run.training import Training
 
-DECIDE_S = 0.5  # how often limits and requests to pause are checked
+DECIDE_S = 0.5  # interval of checks for limits and requests to pause
 _REST_S_MAX = 5.0  # after a step
-_FREE_AFTER_S = 60.0  # a pause as long as this frees the memory of the host, too
+_FREE_AFTER_S = 60.0  # a longer pause frees the memory of the host, too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requests:
-    """The wishes of this machine's person and the decisions of the run's owner."""
+    """Requests of this machine's user and decisions of the run's owner."""
 
-    asked: str = ""  # "pause" while the person asks for one, "free" with the memory freed at once; else ""
+    asked: str = ""  # "pause" while the user asks for a pause, "free" to free the memory at once; else ""
     paused: bool = False
     ended: bool = False
     banned: bool = False
@@ -43,17 +43,17 @@ class Requests:
 
 
 class ProcessorShare:
-    """Keeps training within a part of the processor: by fewer threads, and by pauses after each step where
-    one thread is still too much.
+    """Limits training to a share of the processor: with fewer threads and, if one thread is still too much,
+    with pauses after each step.
     """
 
     def __init__(self, cores: int) -> None:
         self._cores = cores
         self._share = 1.0
-        self._busy = 1.0  # part of the time in which the threads compute
+        self._busy = 1.0  # share of the time in which the threads compute
 
     def apply(self, share: float) -> None:
-        """Use this part of all cores from now on, above 0 and at most 1."""
+        """Use this share of all cores from now on, above 0 and at most 1."""
         if share == self._share:
             return
         import torch
@@ -81,9 +81,9 @@ class Pauses:
         emit: Emit,
         stop: threading.Event,
     ) -> None:
-        """`limits` returns those that hold now, or raises UsageError once, when they were changed to
-        something that cannot be understood. `spent` returns the bytes of today and of this month. `probes`:
-        None to watch nothing else on the machine.
+        """`limits` returns the current limits; it raises UsageError once after a change that is not valid.
+        `spent` returns the bytes of today and of this month. `probes`: None to ignore other uses of the
+        machine.
         """
         self._read_limits, self._spent, self._requests = limits, spent, requests
         self._emit, self._stop = emit, stop
@@ -103,7 +103,7 @@ class Pauses:
                 self._watch.close()
 
     def decide(self) -> tuple[Decision, str]:
-        """Return what to do now, and why, as a sentence for the user."""
+        """Return the decision and its reason, as a sentence for the user."""
         try:
             self.limits = self._read_limits()
         except UsageError as error:
@@ -125,8 +125,8 @@ class Pauses:
         return decide(limits, status)
 
     def wait_to_begin(self) -> str:
-        """Wait until training may begin, before anything is built or downloaded. Return why it never may;
-        empty if it may, or the volunteer was stopped.
+        """Wait until training may begin, before anything is built or downloaded. Return the reason if it
+        never may; empty if it may begin or the volunteer was stopped.
         """
         decision, why = self.decide()
         if decision is Decision.PAUSE:
@@ -145,11 +145,11 @@ class Pauses:
         rejoin: Callable[[torch.optim.Optimizer], Optimizer],
         folder: Path | None,
     ) -> str:
-        """Wait until training goes on. If the run ends first, return the reason.
+        """Wait until training continues. If the run ends first, return the reason.
 
-        A volunteer that rests stays a member. A volunteer that pauses leaves the run, so that no peer waits
-        for it, and frees the memory of an accelerator at once, and that of the host with a file in `folder`
-        after a minute or when it is asked to; when it joins again it downloads the current state.
+        With REST the volunteer stays a member. With PAUSE it leaves the run, so that no peer waits for it,
+        and frees the memory of an accelerator at once. After a minute, or on request, it also moves the host
+        memory into a file in `folder`. When it joins again it downloads the current state.
         """
         began_s, member = time.monotonic(), decision is Decision.REST
         self._emit(Paused(reason=why, member=member))
@@ -167,7 +167,7 @@ class Pauses:
         training.optimizer.pause(True)
         while not (reason := training.end_reason()) and not self._stop.is_set():
             report = training.optimizer.join_started_round(DECIDE_S)
-            if report is not None:  # others were at the end of an epoch when the pause reached them
+            if report is not None:  # other peers were at the end of an epoch when they received the pause
                 training.record(report)
             if self.decide()[0] is not Decision.REST:
                 break
@@ -197,9 +197,12 @@ class Pauses:
                 try:
                     parked.to_disk(folder)
                 except OSError as error:
-                    text = f"the model stays in memory: {folder} does not take it: {error.strerror or error}"
+                    text = (
+                        f"the model stays in memory, because {folder} cannot be written to: "
+                        f"{error.strerror or error}"
+                    )
                     self._emit(Notice(text=text))
-        parked.restore()  # also when the run has ended: the last checkpoint is written from it
+        parked.restore()  # also at the end of the run: the last checkpoint needs the contents
         if not reason and not self._stop.is_set():
             training.optimizer = rejoin(inner)
             training.optimizer.load_state_dict(saved)

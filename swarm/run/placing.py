@@ -1,5 +1,5 @@
-"""Which experts of a grid this machine hosts: all of some patterns, or as many as its owner gives, where the
-grid needs them most, now and later.
+"""Choose the experts of a grid that this machine hosts: all that match some patterns, or a number of experts
+that the grid needs most. The choice is repeated while the server runs.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ class Placing:
     def __init__(
         self, node: Node, patterns: Sequence[ExpertGrid], count: int | None, checkpoints: Path | None
     ) -> None:
-        """`count`: how many experts of the only pattern to host; None: all of all patterns, for good.
-        `checkpoints`: the folder of the server's checkpoints. Raises UsageError for more experts than a
-        server hosts, and for a count with several patterns.
+        """`count`: how many experts of the only pattern to host; None: all experts of all patterns,
+        permanently. `checkpoints`: the folder of the server's checkpoints. Raises UsageError for more experts
+        than a server can host, and for a count with several patterns.
         """
         if count is not None and len(patterns) > 1:
             raise UsageError(
                 "a number of experts picks places in one pattern of the grid: choose one with --experts"
             )
-        self._node, self._patterns, self._count, self._checkpoints = node, patterns, count, checkpoints
+        self._node, self._patterns, self.count, self._checkpoints = node, patterns, count, checkpoints
         self._placement = Placement(node.peer_id)
         self._looked_s = time.monotonic()
 
     def first(self) -> list[ExpertUid]:
-        """Return the experts to begin with. With a count, experts that nobody hosts and that have a
-        checkpoint here come before others. Raises UsageError when the grid has fewer, and NetworkError when
-        nobody says who hosts what.
+        """Return the experts to host first. With a count, experts that nobody hosts and that have a
+        checkpoint here are preferred. Raises UsageError if the grid has fewer, and NetworkError if nobody
+        answers who hosts which expert.
         """
-        if self._count is None:
+        if self.count is None:
             names = sorted({uid for pattern in self._patterns for uid in pattern.names()})
             if len(names) > EXPERTS_MAX:
                 raise UsageError(
@@ -57,9 +57,9 @@ class Placing:
             return names
         load, (pattern,) = self._load(), self._patterns
         saved = saved_names(self._checkpoints) if self._checkpoints is not None else []
-        own = [uid for uid in saved if uid in pattern and not load.get(uid)][: self._count]
+        own = [uid for uid in saved if uid in pattern and not load.get(uid)][: self.count]
         load = {**load, **{uid: {self._node.peer_id: 0.0} for uid in own}}
-        rest = choose_places(pattern, load, self._node.peer_id, self._count - len(own), random.SystemRandom())
+        rest = choose_places(pattern, load, self._node.peer_id, self.count - len(own), random.SystemRandom())
         return sorted([*own, *rest])
 
     def next_move(self) -> Move | None:
@@ -67,13 +67,13 @@ class Placing:
         them. A server that hosts whole patterns never moves.
         """
         now_s = time.monotonic()
-        if self._count is None or now_s - self._looked_s < RENEW_S:
+        if self.count is None or now_s - self._looked_s < RENEW_S:
             return None
         self._looked_s = now_s
         try:
             return self._placement.step(self._load(), now_s)
         except NetworkError:
-            return None  # nobody answers at the moment: others cannot be called either
+            return None  # no peer answers at the moment, so a move would not help
 
     def _load(self) -> GridLoad:
         directory = Directory(self._node.dht.service)

@@ -1,5 +1,5 @@
-"""Preferences: what a person allows volunteers on this machine: one file for all runs, with a table for each
-run that differs.
+"""Preferences: what a user allows volunteers on this machine. One file holds them for all runs, with a table
+for each run that differs.
 
     hours = "22-7"
     daily = "5G"
@@ -7,8 +7,8 @@ run that differs.
     [run.bytelm]
     daily = "1G"
 
-An option of `swarm join` or `swarm start` comes before the file. A volunteer reads the file again when it
-changes.
+An option of `swarm join` or `swarm start` takes precedence over the file. A volunteer reads the file again
+when it changes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def _checked(parse: Callable[[str], object]) -> BeforeValidator:
-    """Return a validator that keeps a text which `parse` accepts."""
+    """Return a validator of texts that `parse` accepts."""
 
     def check(value: Any) -> Any:
         if isinstance(value, str):
@@ -60,7 +60,7 @@ _Mbit = Annotated[float, Field(ge=0.1, le=1e6, allow_inf_nan=False)]
 
 
 class Preferences(BaseModel):
-    """The limits that a person sets; None: not said. Sizes are texts such as 5G, durations such as 5m."""
+    """Limits that a user sets; None: not set. Sizes are texts such as 5G, durations such as 5m."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -98,12 +98,12 @@ class Preferences(BaseModel):
     ] = None
 
     def over(self, other: Preferences) -> Preferences:
-        """Return these preferences, and those of `other` where these say nothing."""
+        """Return these preferences, with values of `other` for those that are not set."""
         return other.model_copy(update=self.given)
 
     @property
     def given(self) -> dict[str, Any]:
-        """Return what is said."""
+        """Return the preferences that are set."""
         return self.model_dump(exclude_none=True)
 
     def bandwidth(self) -> Bandwidth:
@@ -112,7 +112,7 @@ class Preferences(BaseModel):
         return Bandwidth(up_bytes_per_s=up, down_bytes_per_s=down)
 
     def limits(self) -> VolunteerLimits:
-        """Return what follows for a volunteer."""
+        """Return the limits of a volunteer."""
         return VolunteerLimits(
             hours=Hours.parse([self.hours] if self.hours else []),
             memory_bytes_max=parse_size(self.memory) if self.memory else None,
@@ -128,10 +128,12 @@ class Preferences(BaseModel):
 
 
 def parse_preference(key: str, text: str) -> Any:
-    """Return the value of `KEY=VALUE` as typed. Raise UsageError that names key and value if it is none."""
+    """Return the value of `KEY=VALUE` as typed. Raise UsageError that names key and value if it is not
+    valid.
+    """
     known = Preferences.model_fields
     if key not in known:
-        raise UsageError(f"{key!r:.60} is no preference; there are: {', '.join(known)}")
+        raise UsageError(f"{key!r:.60} is not a preference; these exist: {', '.join(known)}")
     value: Any = text
     if key in ("battery", "metered") and text.lower() in ("true", "yes", "on", "false", "no", "off"):
         value = text.lower() in ("true", "yes", "on")
@@ -153,8 +155,8 @@ class PreferencesFile:
         self.path = path
 
     def read(self) -> tuple[Preferences, dict[str, Preferences]]:
-        """Return what holds for all runs, and what differs by name of a run. Raise UsageError that says what
-        is wrong, if the file cannot be understood.
+        """Return the preferences for all runs, and the differing ones by the name of a run. Raise UsageError
+        if the file is not valid.
         """
         try:
             with self.path.open("rb") as stream:
@@ -165,19 +167,19 @@ class PreferencesFile:
             raise UsageError(f"{self.path}: {error}") from None
         runs = tables.pop("run", {})
         if not isinstance(runs, dict):
-            raise UsageError(f"{self.path}: what holds for one run is in a table [run.NAME]")
+            raise UsageError(f"{self.path}: preferences for one run belong into a table [run.NAME]")
         return self._table(tables, ""), {
             name: self._table(one, f"[run.{name}] ") for name, one in runs.items()
         }
 
     def for_run(self, name: str) -> Preferences:
-        """Return what holds for a run. Raises UsageError as `read` does."""
+        """Return the preferences for a run. Raises UsageError as `read` does."""
         everywhere, runs = self.read()
         return runs.get(name, Preferences()).over(everywhere)
 
     def change(self, run: str | None, given: Mapping[str, Any], removed: Sequence[str]) -> Preferences:
-        """Set and remove preferences of all runs (`run` is None) or of one, and return what it has then.
-        Raises UsageError if the file cannot be understood or written.
+        """Set and remove preferences of all runs (`run` is None) or of one. Return the resulting preferences.
+        Raises UsageError if the file is not valid or cannot be written.
         """
         everywhere, runs = self.read()
         old = everywhere if run is None else runs.get(run, Preferences())
@@ -207,18 +209,17 @@ class PreferencesFile:
 
 
 class LivePreferences:
-    """The preferences of one volunteer while it runs: those of its command before those of the file."""
+    """The preferences of one running volunteer: those of its command, then those of the file."""
 
     def __init__(self, file: PreferencesFile, run: str, options: Preferences) -> None:
-        """Raises UsageError if the file cannot be understood."""
+        """Raises UsageError if the file is not valid."""
         self._file, self._run, self._options = file, run, options
         self._stamp = self._read_stamp()
         self.now = options.over(file.for_run(run))
 
     def changed(self) -> str:
-        """Read the file again if it was written since. Return what differs now, as people read it; empty if
-        nothing does. UsageError that says what is wrong leaves the preferences as they were, and is raised
-        once.
+        """Read the file again if it was written since. Return the differences as text for the user; empty if
+        there are none. If the file is not valid, raises UsageError once and keeps the preferences.
         """
         stamp = self._read_stamp()
         if stamp == self._stamp:

@@ -23,9 +23,9 @@ def recover(
 ) -> SignedSpecification:
     """Sign the first version of a new owner.
 
-    It has the settings of the version that is known, but the run is neither paused nor ended, and nobody is
-    banned, since these may be the thief's orders. `confirmed`: peers and invites of the founder whose
-    capabilities stay valid; above the limit of a specification some are left out, and need a new invite.
+    It keeps the settings of the known version. The run is not paused or ended in it and nobody is banned,
+    since these may be orders of a thief. `confirmed`: peers and invites of the founder whose capabilities
+    stay valid; above the limit of a specification some are left out, and need a new invite.
 
     Raises UsageError if `recovery` is not the run's recovery key, or the new owner is the present one.
     """

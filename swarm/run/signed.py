@@ -82,7 +82,7 @@ class SignedSpecification:
 
     @property
     def is_grid(self) -> bool:
-        """Return whether it is of a grid of experts."""
+        """Return whether this is the specification of a grid of experts."""
         return isinstance(self.specification, GridSpecification)
 
     @property
@@ -163,7 +163,8 @@ def verified(blob: bytes, run_id: str | None = None) -> SignedSpecification:
         raise PeerError("a specification was refused: its signature is not its owner's")
     if format_ != _FORMAT:
         raise PeerError(
-            f"the run's specification has the format {format_!r:.40}, this swarm reads {_FORMAT!r}: "
+            f"the run's specification has the format {format_!r:.40}, this version of swarm reads "
+            f"{_FORMAT!r}: "
             "update swarm"
         )
     if not is_version_of(version, handover):
@@ -192,12 +193,12 @@ def verified(blob: bytes, run_id: str | None = None) -> SignedSpecification:
 def newest(
     signed: list[SignedSpecification], held: SignedSpecification | None = None
 ) -> SignedSpecification | None:
-    """Return the specification with the highest version that is within reach of the one that is `held`, or
-    of the lowest one. None if there is none.
+    """Return the specification with the highest version that is within reach of `held` or, without one, of
+    the lowest version. None if there is no specification.
 
-    A specification of a later owner is always within reach, one of the same owner if it is not more than
-    VERSION_STEP_MAX versions above another one that is. Of two with the same version, the one with the lower
-    bytes counts, so that all peers choose the same.
+    A specification of a later owner is always within reach. One of the same owner is within reach if it is at
+    most VERSION_STEP_MAX versions above another one that is. Of two with the same version, the one with the
+    lower bytes counts, so that all peers choose the same.
     """
     chosen = held
     for one in sorted(signed, key=lambda one: (one.version, one.blob)):

@@ -10,9 +10,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from swarm.core.wording import duration
 from swarm.run.choices import Mode, ModeChoice, Strategy
 from swarm.run.owned import GRID_PREFIX, OwnedSpecification, SpecificationTable
 
+PAUSES_MAX = 8  # planned
+PAUSE_S_MAX = 31 * 86400.0
+MESSAGE_CHARACTERS_MAX = 280
 _COARSE = ("int2", "sign", "topk")
 _FINE = ("float32", "float16", "bfloat16", "adaptive")
 _PACKAGE = r"^[A-Za-z0-9][A-Za-z0-9._-]*==[0-9][A-Za-z0-9.+]*$"
@@ -26,8 +30,8 @@ class TaskChoice(SpecificationTable):
     """Name of an installed task and its settings, which the task checks itself."""
 
     name: str = Field(min_length=1, max_length=64)
-    # the package that provides it, as "NAME==VERSION"; `swarm start` fills it in. Volunteers are told to
-    # install it, so that it consists of characters that have no meaning to a shell.
+    # the package that provides the task, as "NAME==VERSION"; `swarm start` fills it in. Users paste it into a
+    # shell, so it contains no character with a meaning to a shell.
     package: Annotated[str, Field(max_length=128, pattern=_PACKAGE)] | None = None
     settings: dict[str, Any] = Field(default_factory=dict)
 
@@ -86,10 +90,28 @@ class Requirements(SpecificationTable):
     device: Literal["any", "cuda"] = "any"
 
 
+class PlannedPause(SpecificationTable):
+    """A time in which nobody trains, in swarm time (Unix seconds)."""
+
+    starts_s: Annotated[float, Field(ge=0.0, lt=1e12)]
+    ends_s: Annotated[float, Field(ge=0.0, lt=1e12)]
+
+    @model_validator(mode="after")
+    def _ends_after_it_starts(self) -> PlannedPause:
+        if not self.starts_s < self.ends_s <= self.starts_s + PAUSE_S_MAX:
+            raise ValueError(f"a planned pause ends after it starts, within {duration(PAUSE_S_MAX)}")
+        return self
+
+
 class RunSpecification(OwnedSpecification):
     """All settings of a run, as in the TOML file. docs/decisions/0006 explains the names of the fields."""
 
-    OWNERS_KEYS: ClassVar[tuple[str, ...]] = ("paused", *OwnedSpecification.OWNERS_KEYS)
+    OWNERS_KEYS: ClassVar[tuple[str, ...]] = (
+        "paused",
+        "pauses",
+        "message",
+        *OwnedSpecification.OWNERS_KEYS,
+    )
 
     mode: Mode = ModeChoice()
     codec: Literal["float32", "float16", "bfloat16", "int8", "int4", "int2", "sign", "topk", "adaptive"] = (
@@ -110,6 +132,20 @@ class RunSpecification(OwnedSpecification):
     requirements: Requirements = Requirements()
     # set by the owner with `swarm change`: no peer trains; members stay and keep the state
     paused: bool = False
+    pauses: tuple[PlannedPause, ...] = Field(default=(), max_length=PAUSES_MAX)  # likewise, by the clock
+    # of the owner to volunteers, one line; likewise
+    message: str = Field(default="", max_length=MESSAGE_CHARACTERS_MAX)
+
+    def is_paused(self, now_s: float) -> bool:
+        """Return whether the owner has paused the run at this swarm time, by hand or by plan."""
+        return self.paused or any(one.starts_s <= now_s < one.ends_s for one in self.pauses)
+
+    @field_validator("message")
+    @classmethod
+    def _message_is_a_line(cls, value: str) -> str:
+        if not value.isprintable():
+            raise ValueError("a message is one line, without control characters")
+        return value
 
     @model_validator(mode="after")
     def _settings_are_those_of_the_task(self) -> RunSpecification:
@@ -121,7 +157,7 @@ class RunSpecification(OwnedSpecification):
     @classmethod
     def _name_is_not_of_a_grid(cls, value: str) -> str:
         if value.startswith(GRID_PREFIX):
-            raise ValueError(f"names that begin with {GRID_PREFIX!r} are those of grids of experts")
+            raise ValueError(f"names that begin with {GRID_PREFIX!r} are reserved for grids of experts")
         return value
 
     @model_validator(mode="after")
@@ -144,15 +180,15 @@ class RunSpecification(OwnedSpecification):
                 f"mode {self.mode.name} averages parameters themselves: "
                 "strategy powersgd is for gradients and differences"
             )
-        if (self.mode.streaming or 1) > 1:
+        if (self.mode.streaming or 1) > 1 or (self.mode.delayed and self.mode.name == "diloco"):
             raise ValueError(
-                "a mode with streaming averages parts of the model, not matrices: "
-                "strategy powersgd is not for it"
+                "strategy powersgd needs whole matrices, and a mode with streaming or delayed rounds has "
+                "parameters end to end"
             )
         if self.codec not in _FINE:
             raise ValueError(
-                "the factors of strategy powersgd are small, and all else hangs on them: "
-                f"its codec is one of {', '.join(_FINE)}"
+                "the factors of strategy powersgd are small and need precision: its codec is one of "
+                f"{', '.join(_FINE)}"
             )
         return self
 

@@ -77,8 +77,8 @@ class SpecificationStore:
         return [signed for signed in found if signed is not None]
 
     def peers_file(self, run_id: str) -> Path:
-        """Return the file of the peers by which this machine last took part in a run: a copy of a peer book.
-        It goes when the specification goes.
+        """Return the file of the peers through which this machine last took part in a run: a copy of a peer
+        book. It is deleted together with the specification.
         """
         return self._folder / f"{run_id}{_PEERS_SUFFIX}"
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-_UNREAD_MAX = 4096  # losses that stay on the device; a scalar takes 512 bytes of GPU memory
+_UNREAD_MAX = 4096  # limit of losses on the device; a scalar takes 512 bytes of GPU memory
 
 
 @dataclass(slots=True)

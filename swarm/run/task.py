@@ -53,7 +53,7 @@ class TaskDescription:
     # device of the model. `swarm.run.memory` adds gradients, optimizer statistics and the mode's memory.
     memory_bytes: int
     data_bytes: int = 0  # the part of it that is read into host memory before it is copied to a device
-    downloads: tuple[str, ...] = ()  # what is downloaded from elsewhere: its name, size, source and licence
+    downloads: tuple[str, ...] = ()  # downloads from outside the swarm: name, size, source and licence
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Draw:
     run_id: str
     epoch: int
     peer_id: PeerId
-    others: tuple[PeerId, ...] = ()  # that this peer knows to train in this epoch
+    others: tuple[PeerId, ...] = ()  # other peers that are known to train in this epoch
 
     @property
     def seed(self) -> int:
@@ -75,7 +75,7 @@ class Draw:
 
     @property
     def other_seeds(self) -> list[int]:
-        """Return the seeds of the other peers, by which a task may divide its data among all of them."""
+        """Return the seeds of the other peers. A task may use them to divide its data among all peers."""
         return [self._seed_of(peer) for peer in self.others]
 
     def _seed_of(self, peer: PeerId) -> int:
@@ -95,11 +95,11 @@ class TaskData(Protocol):
 
     @property
     def summary(self) -> str:
-        """A few words about the loaded data."""
+        """A short description of the loaded data."""
         ...
 
     def start_epoch(self, draw: Draw) -> None:
-        """Start to draw batches with this seed, from its first one."""
+        """Start to draw batches with this seed, from the first batch."""
         ...
 
     def loss(self, model: torch.nn.Module, samples: int) -> torch.Tensor:
@@ -115,10 +115,10 @@ class Task(Protocol):
     """A kind of model on a kind of data, with its settings applied.
 
     `swarm.Task` is what a package implements so that others can train its models: docs/howto/task.md. An
-    implementation may also have the method `export(model: torch.nn.Module, folder: Path) -> None`, by which
+    implementation may also have the method `export(model: torch.nn.Module, folder: Path) -> None`, with which
     `swarm export` writes a folder of the task's own format instead of one safetensors file; and the method
-    `build_optimizer(name: str, model: torch.nn.Module, choice: OptimizerChoice) -> torch.optim.Optimizer`
-    for runs whose optimizer is `task:NAME`; `choice` has the learning rate and the settings.
+    `build_optimizer(name: str, model: torch.nn.Module, choice: OptimizerChoice) -> torch.optim.Optimizer` for
+    runs whose optimizer is `task:NAME`; `choice` has the learning rate and the settings.
     """
 
     def describe(self, batch_size: int) -> TaskDescription:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from swarm.run.task import Task
 
 _log = logging.getLogger(__name__)
-_TEXT_CHARACTERS_MAX = 500  # of what an exception says
+_TEXT_CHARACTERS_MAX = 500  # of the text of an exception
 
 
 @contextlib.contextmanager
@@ -26,8 +26,8 @@ def explained(name: str, what: str) -> Iterator[None]:
     """Raise the exceptions of the task `name` within the context as SwarmErrors. `what` is the predicate of
     the sentence, such as "failed in loss".
 
-    A SwarmError, whose text is for users already, passes; so does an error of a device or of memory, which
-    the training loop handles.
+    A SwarmError passes unchanged, because its text is for users already. Errors of a device or of memory
+    pass, too: the training loop handles them.
     """
     try:
         yield
@@ -43,7 +43,7 @@ def explained(name: str, what: str) -> Iterator[None]:
 
 
 def _one_line(error: Exception) -> str:
-    """Return what an exception says and where it was raised, on one line."""
+    """Return the text of an exception and where it was raised, on one line."""
     text = " ".join(str(error).split())[:_TEXT_CHARACTERS_MAX]
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if len(frames) > 1 else ""
@@ -56,7 +56,7 @@ def guarded(name: str, task: object) -> Task:
 
 
 class _Guarded:
-    """Passes everything on to a task or to its data, with its exceptions explained."""
+    """Forwards everything to a task or to its data, and converts its exceptions."""
 
     def __init__(self, name: str, inner: object) -> None:
         self._name, self._inner = name, inner
@@ -77,6 +77,6 @@ class _Guarded:
 
 
 def _check(method: str, result: Any) -> None:
-    """Raise TypeError if a loss is not what the training loop can differentiate."""
+    """Raise TypeError if a loss cannot be differentiated by the training loop."""
     if method == "loss" and (result.numel() != 1 or not result.requires_grad):
         raise TypeError("it must return one number that depends on the model's parameters: a mean loss")

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from averaging.optim.optimizer import Optimizer, StepReport
     from swarm.core.ids import PeerId
 
-STATE_TIMEOUT_S = 600.0  # for downloading the whole state
-SAMPLE_CHARACTERS_MAX = 2000  # of what a model produces, as it is shown
+STATE_TIMEOUT_S = 600.0  # timeout of a download of the whole state
+SAMPLE_CHARACTERS_MAX = 2000  # limit of a text sample of the model
 _PROGRESS_S = 1.0  # interval of `TrainingProgress` events
 
 
@@ -104,7 +104,7 @@ class Training:
         return None
 
     def _recover(self) -> None:
-        """Download the swarm's state after an incomplete step. Without other peers, continue with the own
+        """Download the swarm's state after an incomplete step. Without other peers, continue with the local
         state.
 
         Raises NotEnoughPeers if there are other peers and none could send its state.
@@ -126,12 +126,12 @@ class Training:
         stats = self.stats
         for result in (report.round, report.state_round):
             stats.sent_bytes += result.bytes_sent if result is not None else 0
-        if report.rounds_failed:  # a search that ended because the swarm was ahead is no round
+        if report.rounds_failed:  # a search that ended because the swarm was ahead is not a failed round
             stats.failed_rounds += report.rounds_failed
             self.emit(RoundFailed(epoch=report.epoch, reason=_failure_reason(report)))
         if report.resynchronised is not None:
             load = report.resynchronised
-            if report.dropped:  # else the samples so far count in the epoch that was loaded
+            if report.dropped:  # otherwise the samples so far count in the epoch that was loaded
                 stats.finish_epoch(0)
             reason = report.reason or load.reason or "the swarm was ahead"
             self.emit(
@@ -205,7 +205,7 @@ class Training:
         return metrics
 
     def _write_sample(self, epoch: int) -> None:
-        """Show what the model produces, where the task has a text for people and says that it is due."""
+        """Show a sample of the model's output, if the task writes one for this epoch."""
         write = getattr(self.data, "write_sample", None)
         if write is None:
             return
@@ -253,7 +253,7 @@ class Training:
             self.emit(
                 Notice(
                     text=f"the held-out part does not fit into the memory of {device}: "
-                    "this peer measures no loss on it any more"
+                    "this peer stops measuring its validation loss"
                 )
             )
         ended_s = time.monotonic()

@@ -15,8 +15,9 @@ from swarm.core.device import current_device, explained_failures, is_device_fail
 from swarm.core.errors import NotEnoughPeers
 from swarm.core.ids import Contact
 from swarm.core.standing import Founding
+from swarm.core.wording import size
 from swarm.run import machine
-from swarm.run.changes import CHANGE, FANOUT, RunFollower, differences, restart_needed
+from swarm.run.changes import CHANGE, FANOUT, RunFollower, differences, pause_text, restart_needed
 from swarm.run.checkpoints import CheckpointWriter
 from swarm.run.directory import RunDirectory
 from swarm.run.estimate import RunEstimate, bytes_per_hour, estimate_run, round_bytes
@@ -82,7 +83,7 @@ class Volunteer:
         self._description = self._task.describe(self.specification.batch_size)
         self._samples_max: int | None = None  # of a micro-batch; None: a whole step
         self.training: Training | None = None  # set once `train` has joined the run
-        self._writer: CheckpointWriter | None = None  # saves what a reunion would give up
+        self._writer: CheckpointWriter | None = None  # saves the epochs that a reunion would discard
 
     @property
     def specification(self) -> RunSpecification:
@@ -123,6 +124,8 @@ class Volunteer:
             traffic_bytes_per_hour=bytes_per_hour(specification, description, run),
             peers=run.peers,
             downloads=list(description.downloads),
+            message=specification.message,
+            pauses=[pause_text(one) for one in specification.pauses],
         )
 
     def choose_device(self) -> torch.device:
@@ -143,9 +146,9 @@ class Volunteer:
         if device.type == "cuda":
             machine.check_memory(needed.device_bytes, free, self.signed.name, str(device))
             text = (
-                f"on {device}: about {needed.device_bytes / 1e6:,.0f} MB of its own memory, "
-                f"of which {free / 1e6:,.0f} MB are free, "
-                f"and about {needed.host_bytes / 1e6:,.0f} MB of the machine's"
+                f"on {device}: about {size(needed.device_bytes)} of its own memory, "
+                f"of which {size(free)} are free, "
+                f"and about {size(needed.host_bytes)} of the machine's"
             )
             self._emit(Notice(text=text))
         return device
@@ -154,11 +157,11 @@ class Volunteer:
         """Build the model, download the state unless the run is `new`, and train until the run ends or `stop`
         is set. Return the summary.
 
-        `why` returns the reason for which `stop` was set. Raises NotEnoughPeers if there are peers and none
-        could send its state, and SwarmError if the device fails or has too little memory. In that case this
-        peer has left the run properly and has written no checkpoint since.
+        `why` returns the reason why `stop` was set. Raises NotEnoughPeers if there are peers and none could
+        send its state, and SwarmError if the device fails or has too little memory. In that case this peer
+        has left the run in order and has not written a checkpoint since.
         """
-        # A task may use the device without naming it (pinned memory, streams, "cuda").
+        # A task may use the current device implicitly (pinned memory, streams, "cuda").
         probes = self._config.probes(device) if self._config.probes is not None else None
         giving = Giving(
             self._config.log,
@@ -251,8 +254,8 @@ class Volunteer:
                 raise
 
     def _join(self, inner: torch.optim.Optimizer) -> Optimizer:
-        """Join the run with the current specification. Raise UsageError if it is for invited peers, and this
-        is not one.
+        """Join the run with the current specification. Raise UsageError if it is for invited peers and this
+        peer is not invited.
         """
         check_invited(self.signed, self._node.membership)
         from averaging.optim.optimizer import Optimizer, OptimizerConfig
@@ -372,7 +375,7 @@ class Volunteer:
         membership = self._node.membership
         return Requests(
             asked=self._config.asked_to_pause(),
-            paused=self.specification.paused,
+            paused=self.specification.is_paused(self._node.clock.swarm_s()),
             ended=self.specification.ended,
             banned=self._node.peer_id in self.specification.banned_peers,
             not_invited=membership.problem() if membership is not None else "",
@@ -406,7 +409,7 @@ class Volunteer:
     def _emit_joined(self, device: torch.device, data: str) -> None:
         entry = self._node.entry
         if entry and not self._node.addresses and self._node.membership is None:
-            entry += f" --run {self.signed.full_name}"  # that of a peer which may know several runs
+            entry += f" --run {self.signed.full_name}"  # the entry peer may know several runs
         self._emit(
             Joined(
                 peer_id=str(self._node.peer_id),

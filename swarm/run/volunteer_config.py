@@ -15,7 +15,7 @@ from swarm.run.machine_use import MachineProbes
 if TYPE_CHECKING:
     import torch
 
-    from swarm.run.ranks import LeadingRanks
+    from swarm.run.rank_volunteers import LeadingRanks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,12 +25,12 @@ class VolunteerConfig:
     # a name that `swarm.core.device.resolve_device` accepts: auto, cpu, cuda, cuda:N or mps
     device: str = "auto"
     data: Path | None = None  # a folder to train on instead of the task's default data
-    # The following are called about twice a second. Those limits that hold now; raises UsageError once after
-    # a change that cannot be understood.
+    # Both functions are called about twice a second. `limits` returns the current limits; it raises
+    # UsageError once after a change that is not valid.
     limits: Callable[[], VolunteerLimits] = VolunteerLimits
     asked_to_pause: Callable[[], str] = str  # "pause"; "free" to free the memory at once, too; else ""
     checkpoints: CheckpointConfig | None = None  # None: no checkpoints
-    ranks: LeadingRanks | None = None  # further processes of this peer; None: there are none
-    # Reads what else the machine does; None: nothing else is watched.
+    ranks: LeadingRanks | None = None  # the other processes of this peer; None: there are none
+    # Reads other uses of the machine; None: they are ignored.
     probes: Callable[[torch.device], MachineProbes] | None = None
-    log: ContributionLog | None = None  # where this user's contributions are added up
+    log: ContributionLog | None = None  # records this user's contributions

@@ -1,4 +1,4 @@
-"""The garbage collector of a process that is ours."""
+"""Settings of Python's garbage collector for the processes of our commands."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import gc
 
 
 def keep_present_objects() -> None:
-    """Let the garbage collector look no more at the objects that exist now, for instance those of imported
-    modules.
+    """Exclude all existing objects, such as those of imported modules, from garbage collection.
 
-    With torch there are half a million of them. A full collection, to which records of other peers lead as
-    any objects do, looked at all: no thread of the process went on for 0.2 s. What becomes garbage among them
-    is never freed, so that this is for commands, which call it before they build anything. A library leaves
-    the collector of its user's process alone.
+    With torch there are half a million of them, and a full collection, which inspects all, stopped every
+    thread of the process for 0.2 s. Excluded objects are never freed when they become garbage. Therefore
+    commands call this before they build anything, and the library never does, because the collector belongs
+    to its user's process.
     """
     gc.collect()
     gc.freeze()

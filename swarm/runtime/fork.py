@@ -1,7 +1,7 @@
 """Release the node's sockets in a forked child (a DataLoader worker).
 
 A child inherits them. While it lives, the kernel keeps its parent's connections open even after the parent
-was killed, and peers would go on waiting for a process that is gone. The child therefore replaces them with
+was killed, and peers would continue to wait for a dead process. The child therefore replaces them with
 /dev/null. It does not close them, because gRPC's objects, which it inherited too, still refer to those
 descriptor numbers. The parent's connections are not affected.
 """

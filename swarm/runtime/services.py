@@ -21,8 +21,8 @@ class Services(Generic[OwnerT]):
         self._instances: dict[Callable[..., Any], Any] = {}
 
     def get(self, kind: Callable[[OwnerT], ServiceT]) -> ServiceT:
-        """Return the single instance of `kind`, created as `kind(owner)` by the first call. Exceptions of its
-        constructor are passed on.
+        """Return the single instance of `kind`, created as `kind(owner)` by the first call. Raises the
+        exceptions of its constructor.
         """
         with self._lock:
             if kind not in self._instances:
@@ -30,7 +30,9 @@ class Services(Generic[OwnerT]):
             return cast("ServiceT", self._instances[kind])
 
     def put(self, kind: Callable[..., ServiceT], instance: ServiceT) -> None:
-        """Set the instance of `kind` before it is first requested: a simulation creates it with a seed."""
+        """Set the instance of `kind` before it is first requested. Simulations use this to create instances
+        with a seed.
+        """
         with self._lock:
             assert kind not in self._instances
             self._instances[kind] = instance

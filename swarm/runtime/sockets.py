@@ -1,4 +1,4 @@
-"""The sockets of this process, as the system sees them: gRPC shows none of its own."""
+"""The sockets of this process, read from the system because gRPC does not expose its own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-Endpoint = tuple[str, int]  # IP and port; IPv4 also where a socket of both families writes it as IPv6
+Endpoint = tuple[str, int]  # IP and port; an IPv4-mapped IPv6 address is written as IPv4
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,15 +22,15 @@ class OpenSocket:
 
 
 class SocketList:
-    """The IP sockets of this process. Of a connection that was there the last time only its inode is looked
-    at, because hundreds of idle ones are listed every second.
+    """The IP sockets of this process. For a connection that is known already, only the inode is read, because
+    hundreds of idle ones are listed every second.
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, int], OpenSocket] = {}  # connections, by descriptor and inode
+        self._known: dict[tuple[int, int], OpenSocket] = {}  # known connections by (descriptor, inode)
 
     def open_now(self) -> Iterator[OpenSocket]:
-        """Yield them; none where the system does not list descriptors."""
+        """Yield the sockets; none if the system does not list descriptors."""
         before, self._known = self._known, {}
         for descriptor in _open_descriptors():
             inode = _inode_of(descriptor)
@@ -42,18 +42,18 @@ class SocketList:
 
 
 def open_sockets() -> Iterator[OpenSocket]:
-    """Yield the IP sockets of this process once, as `SocketList.open_now`."""
+    """Yield the IP sockets of this process once; see `SocketList.open_now`."""
     return SocketList().open_now()
 
 
 def shut_down(one: OpenSocket) -> None:
-    """End a connection: its owner reads the end of it and closes it. Does nothing when the descriptor is
-    another connection's by now.
+    """Shut a connection down, so that its owner reads the end of the stream and closes it. Does nothing if
+    the descriptor now belongs to another connection.
     """
     with contextlib.suppress(OSError):
         view = socket.socket(fileno=one.descriptor)
         try:
-            own = view.dup()  # stays with this connection, whatever happens to the descriptor
+            own = view.dup()  # a duplicate refers to this connection even if the descriptor is reused
         finally:
             view.detach()
         with own:
@@ -69,7 +69,7 @@ def _open_descriptors() -> list[int]:
 
 
 def _inode_of(descriptor: int) -> int:
-    """Return the number of a socket, which no other one has while it is open; 0 for anything else."""
+    """Return the inode of a socket, which is unique while the socket is open; 0 for anything else."""
     try:
         found = os.fstat(descriptor)
     except OSError:
@@ -86,7 +86,7 @@ def _socket_of(descriptor: int) -> OpenSocket | None:
         if view.family not in (socket.AF_INET, socket.AF_INET6):
             return None
         local, remote = _endpoint(view.getsockname()), None
-        with contextlib.suppress(OSError):  # a listening socket has no other end
+        with contextlib.suppress(OSError):  # a listening socket has no remote address
             remote = _endpoint(view.getpeername())
     except OSError:
         return None

@@ -1,4 +1,4 @@
-"""The parent of every background task of a node: it reports failures, restarts what should run on, and ends
+"""The parent of every background task of a node: it reports failures, restarts tasks if requested, and ends
 all tasks at close.
 """
 
@@ -33,9 +33,9 @@ class Supervisor:
     ) -> asyncio.Task[None]:
         """Run `function()` in the background and return its task. A failure is logged under `name`.
 
-        With `restart`, a function that fails is called again, after 0.5 s, then after twice as long each
-        time, up to 30 s; one that returns is done. The task may be cancelled and awaited; awaiting it never
-        raises what the function raised.
+        With `restart`, a function that fails is called again after 0.5 s; the pause doubles up to 30 s. A
+        function that returns is not called again. The task may be cancelled and awaited; awaiting it never
+        raises the function's exception.
         """
         if self._closed or len(self._tasks) >= _TASKS_MAX:
             _logger.warning(

@@ -18,8 +18,8 @@ _logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 POOL_THREADS_MAX = 4
-# For what needs a turn of the loop and no peer. Importing torch keeps Python's lock for seconds, and beside
-# many busy processes this thread has waited for more than five.
+# Timeout of work that needs the loop but no peer. Importing torch holds the GIL for seconds: on a busy
+# machine this thread has waited for more than five.
 TURN_S_MAX: Final = 60.0
 _STOP_S_MAX = 1.0
 
@@ -38,8 +38,8 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 class NetworkThread:
     """A thread with an event loop. `run` and `submit` are for other threads; coroutines on the loop simply
-    await. `pool` is for tensor work (torch releases the GIL there), `waits` makes what other threads wait
-    for.
+    await. `pool` is for tensor work (torch releases the GIL there), `waits` makes the events and conditions
+    on which other threads wait.
     """
 
     def __init__(self) -> None:
@@ -70,11 +70,11 @@ class NetworkThread:
         except concurrent.futures.CancelledError:
             raise UsageError("the node was closed while this call was waiting") from None
         except TimeoutError:
-            if future.done():  # the coroutine's own error
+            if future.done():  # an exception of the coroutine itself
                 raise
             raise DeadlineExceeded(f"no result within {timeout_s:g} s") from None
         finally:
-            future.cancel()  # Ctrl-C too must not leave the coroutine running; without effect when it is done
+            future.cancel()  # also after Ctrl-C the coroutine must not continue; no effect if it is done
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Start a coroutine on the loop and return its future. Raises UsageError in a forked child or after
@@ -88,7 +88,7 @@ class NetworkThread:
             raise
 
     def check(self) -> None:
-        """Raise UsageError when this handle cannot be used in this process."""
+        """Raise UsageError if this object cannot be used in this process."""
         if os.getpid() != self._process_id:
             raise UsageError(
                 f"this node belongs to process {self._process_id} and was inherited by a fork "
@@ -109,7 +109,7 @@ class NetworkThread:
         return threading.current_thread() is self._thread
 
     def stop(self, timeout_s: float = _STOP_S_MAX) -> None:
-        """Cancel what still runs, end the loop and the thread, within about `timeout_s`. Idempotent; does
+        """Cancel all coroutines, and end the loop and the thread within about `timeout_s`. Idempotent; does
         nothing in a forked child.
         """
         with self._lock:
@@ -122,7 +122,7 @@ class NetworkThread:
         self.pool.shutdown(wait=False, cancel_futures=True)
 
     def _serve(self) -> None:
-        asyncio.set_event_loop(self.loop)  # of this thread only
+        asyncio.set_event_loop(self.loop)  # affects this thread only
         try:
             self.loop.run_forever()
         finally:
@@ -147,16 +147,16 @@ class NetworkThread:
 
 
 def _belongs_to_grpc(task: asyncio.Task[Any]) -> bool:
-    """Return whether a task is gRPC's. These end with its server, sometimes a moment later; one that is
-    cancelled in that moment prints a traceback, and its last event finds the loop closed.
+    """Return whether a task belongs to gRPC. Such tasks end with its server, sometimes a moment later. If one
+    is cancelled then, it prints a traceback and its last event finds the loop closed.
     """
     code = getattr(task.get_coro(), "cr_code", None)
     return code is not None and "grpc/_cython" in code.co_filename
 
 
 def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Report an error of the loop, except one that is harmless: gRPC wakes every event loop of a process for
-    each event, and all but one find nothing to read.
+    """Report an error of the loop, except a harmless one: gRPC wakes all event loops of a process for each
+    event, and only one of them finds data to read.
     """
     if isinstance(context.get("exception"), BlockingIOError) and "PollerCompletionQueue" in str(
         context.get("handle", context.get("message", ""))

@@ -1,7 +1,7 @@
-"""How the threads of users wait for the network thread.
+"""Events and conditions with which the user's threads wait for the network thread.
 
-A node has one `Waits`. `ThreadWaits` blocks the calling thread; simulations have one that lets the simulated
-peers' trainers wait in virtual time, on one thread.
+A node has one `Waits`. `ThreadWaits` blocks the calling thread. Simulations use one with which the simulated
+trainers wait in virtual time, on one thread.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol
 
 
 class WaitEvent(Protocol):
-    """A flag to wait for, with the methods of `threading.Event` that are in use."""
+    """A flag to wait for, with the methods of `threading.Event` that swarm uses."""
 
     def is_set(self) -> bool:
         """Return whether the event was set."""
@@ -29,7 +29,7 @@ class WaitEvent(Protocol):
 
 
 class WaitCondition(Protocol):
-    """A condition variable, with the methods of `threading.Condition` that are in use."""
+    """A condition variable, with the methods of `threading.Condition` that swarm uses."""
 
     def __enter__(self) -> bool: ...
 
@@ -47,10 +47,10 @@ class WaitCondition(Protocol):
 
 
 class Waits(Protocol):
-    """Maker of what threads wait for."""
+    """Factory of events and conditions for waiting threads."""
 
     def event(self) -> WaitEvent:
-        """Return a new event. Waiting for one that nobody sets is a pause."""
+        """Return a new event. Waiting for an event that is never set is a pause."""
         ...
 
     def condition(self, lock: threading.Lock) -> WaitCondition:

@@ -40,7 +40,7 @@ class _Exchange:
         self._own.network.send(self._own, self._target, self._method.name, len(self._request), self._arrived)
 
     def close(self) -> None:
-        """Cancel handlers that still run, because the caller has its answer or gave up; gRPC does the
+        """Cancel running handlers, because the caller has its answer or has stopped waiting; gRPC does the
         same.
         """
         for task in self._handlers:
@@ -56,7 +56,7 @@ class _Exchange:
         if unreachable is not None:
             return self.fail(unreachable)
         if self.answered.cancelled():
-            return None  # given up before it arrived
+            return None  # the caller stopped waiting before it arrived
         handler = target.handlers.find(method.name)
         if not isinstance(handler, UnaryHandler):
             text = (
@@ -140,7 +140,7 @@ class SimulatedCaller:
 
     @contextmanager
     def _relayed(self, relay: PeerId | None, through: Relayed) -> Iterator[None]:
-        """Let this end when the relay that it goes through dies."""
+        """End this call or stream when its relay fails."""
         if relay is None:
             yield
             return
@@ -152,9 +152,9 @@ class SimulatedCaller:
             ways.pop(through, None)
 
     def _reach(self, contact: Contact) -> tuple[SimulatedPeer | None, PeerId | None]:
-        """Return the peer that listens at the contact, or None when there is none and its machine is silent;
-        and the relay on the way to it, if there is one. Raise NetworkError when there is none and its machine
-        refuses the connection.
+        """Return the peer that listens at the contact, and the relay of the connection, if any. The peer is
+        None if none listens there and its machine does not answer. Raise NetworkError if the machine refuses
+        the connection.
         """
         if contact.peer_id == self._own.peer_id:
             raise UsageError("a peer does not call itself")

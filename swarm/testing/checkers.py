@@ -42,7 +42,7 @@ class RecordedWrite:
     writer: PeerId
     begun_s: float
     expires_s: float
-    acknowledged_s: float | None = None  # None: still on its way, or no replica accepted it
+    acknowledged_s: float | None = None  # None: in progress, or no replica accepted it
     # when a later write or a deletion by the same owner began: from then on, either may be read
     replaced_s: float | None = None
     last_plenty_s: float | None = None  # when two live peers last held it
@@ -52,8 +52,8 @@ class RecordedWrite:
     def owner(self) -> tuple[Key, PeerId, str | None]:
         return self.key, self.writer, self.subkey
 
-    def lives(self, now_s: float) -> bool:
-        """Return whether a reader must find it."""
+    def must_be_found(self, now_s: float) -> bool:
+        """Return whether readers must find the entry."""
         return self.acknowledged_s is not None and self.replaced_s is None and now_s < self.expires_s
 
 
@@ -90,7 +90,7 @@ class Ledger:
         """Return the writes that must be found."""
         for owner in [owner for owner, write in self._latest.items() if write.expires_s < now_s]:
             del self._latest[owner]
-        return [write for write in self._latest.values() if write.lives(now_s)]
+        return [write for write in self._latest.values() if write.must_be_found(now_s)]
 
 
 class Violations:
@@ -154,7 +154,7 @@ class Expiry:
 
 @dataclass(slots=True, eq=False)
 class Survival:
-    """Checker: while an acknowledged record lives, a live peer holds it, unless all of its holders went
+    """Checker: while an acknowledged record lives, a live peer holds it, unless all of its holders left
     within `repair_s`, which no protocol can survive (counted in `lost_with_holders`).
     """
 
@@ -228,8 +228,8 @@ class CheckLimits:
     under their limits.
 
     `limits` sets the limits of single attributes, and caches have their own; any other collection may have
-    `default_max` entries, so that unbounded growth is found in a long run even if nobody thought of it.
-    `largest` holds the maximum of each.
+    `default_max` entries, so that a long run also finds unexpected unbounded growth. `largest` holds the
+    maximum of each.
     """
 
     def __init__(

@@ -97,7 +97,9 @@ def _check_cuts(codec: Codec, values: torch.Tensor) -> None:
         piece = values[start : start + block]
         pieces.append(encoded(codec, piece))
         cut = payload[codec.encoded_bytes(start) : codec.encoded_bytes(start + piece.numel())]
-        assert cut == pieces[-1], f"{codec.name}: elements {start} on are other bytes by themselves"
+        assert cut == pieces[-1], (
+            f"{codec.name}: elements from {start} on have a different encoding when encoded alone"
+        )
         assert torch.equal(
             decoded(codec, cut, piece.numel()), decoded(codec, payload, values.numel())[start : start + block]
         )

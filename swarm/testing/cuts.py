@@ -17,7 +17,7 @@ from swarm.node import Node
 
 T = TypeVar("T")
 
-_POLL_S = 0.02  # how soon a call in progress notices a cut
+_POLL_S = 0.02  # delay until a call in progress notices a cut
 
 
 class Cuts:
@@ -63,14 +63,14 @@ class Cuts:
             raise NetworkError(f"peer {other} is cut off")
 
     async def _guard(self, one: PeerId, other: PeerId, work: Callable[[], Awaitable[T]]) -> T:
-        """Do `work`, which fails when there is a cut, or one begins before it is done."""
+        """Run `work`; fail if there is a cut, or if one begins before the work is done."""
         self._check(one, other)
         try:
             async with asyncio.TaskGroup() as tasks:
                 watching = tasks.create_task(self._watch(one, other))
                 result = await work()
                 watching.cancel()
-        except BaseExceptionGroup as failures:  # a group wraps the failure of the work, or the cut
+        except BaseExceptionGroup as failures:  # the group contains the failure of the work, or the cut
             raise failures.exceptions[0] from None
         self._check(one, other)
         return result

@@ -18,7 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 _POISON = 0xA5
-# calls that return a value on the host, or copy between devices: with a CUDA tensor they wait for its stream
+# calls that return a value on the host or copy between devices; with a CUDA tensor they wait for its stream
 _WAITING = {
     "item",
     "tolist",
@@ -42,7 +42,7 @@ class LateFetch:
         self._queue, self._source, self._target = queue, source, target
         self.done = False
         self._lock = threading.Lock()
-        target.view(torch.uint8).fill_(_POISON)  # a reader that is too early finds this
+        target.view(torch.uint8).fill_(_POISON)  # what a reader sees before the copy is made
 
     def wait(self) -> None:
         self._queue.note_wait()
@@ -97,7 +97,9 @@ class LateQueue:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        assert self._forked, "work begins after a fork: else it may read values that are not there yet"
+        assert self._forked, (
+            "work must begin after a fork; otherwise it may read values that are not written yet"
+        )
         before, self._here.working = getattr(self._here, "working", False), True
         try:
             yield
@@ -154,13 +156,13 @@ class LateQueue:
 
     @property
     def under_way(self) -> int:
-        """Return the number of copies to the host that nobody has waited for."""
+        """Return the number of copies to the host that no caller has waited for."""
         return sum(not fetch.done for fetch in self.fetches)
 
 
 class HostReads(TorchFunctionMode):
     """While entered, records calls by this thread on `tensors`, or on views of them, that would wait for a
-    GPU if they lay on one.
+    GPU if the tensors were on one.
     """
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:

@@ -1,5 +1,5 @@
-"""A simulated swarm of production DHT peers, either joined one by one or constructed in the state of a
-network that has run for long.
+"""A simulated swarm of production DHT peers, either joined one by one, or constructed in the state of a
+long-running network.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from swarm.net.rpc import Handlers, StreamHandler, UnaryHandler
 from swarm.testing.chance import Chance
 from swarm.testing.network import SimulatedNetwork, SimulatedPeer
 
-# in a swarm that has run for long, peers have known each other for this time, and up to twice that
+# in a long-running swarm, peers have known each other for this time, up to twice as long
 _KNOWN_S = 7200.0
-_CONTACT_S = 10.0  # and have had contact this long ago, and up to twice that
+_CONTACT_S = 10.0  # time since their last contact, up to twice as long
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +38,9 @@ def service_of(
     quotas: Quotas = PRODUCTION_QUOTAS,
     timings: Timings = WAN,
 ) -> DhtService:
-    """Create the production service on a simulated peer. With small buckets, few peers are a large swarm."""
+    """Create the production service on a simulated peer. With small buckets, few peers behave like a large
+    swarm.
+    """
     service = DhtService(
         own=lambda: peer.contact,
         identity=peer.identity,
@@ -110,7 +112,7 @@ def fill_routing_table(service: DhtService, overview: Overview, chance: Chance) 
     """
     table, now_s = service.overlay.table, service.clock.monotonic_s()
     contacts = overview.around(table, chance)
-    # in the order in which the table learns of them
+    # in the order in which they enter the table
     contact_s = sorted(now_s - _CONTACT_S * (1.0 + chance.random()) for _ in contacts)
     for contact, at_s in zip(contacts, contact_s, strict=True):
         table.on_answer(contact, at_s, since_s=now_s - _KNOWN_S * (1.0 + chance.random()))

@@ -1,9 +1,9 @@
-"""A crowd of free identities in an open run: how fast it gets among the electors. Virtual time.
+"""Simulation of a crowd of free identities in an open run: how fast they become electors. Virtual time.
 
-The honest electors decide with their real `Lineage` and `GrowthClock`; a round is its contributors, and a
-certificate exists when those that would sign it are enough. The crowd contributes real work (without it no
-round counts), says in every round that an hour has passed, and signs everything. Electors that are out of
-reach sign nothing; when no quorum is left, those that are there go on with a break after the grace.
+The honest electors decide with their real `Lineage` and `GrowthClock`. A round consists of its contributors,
+and a certificate exists if enough peers would sign it. The crowd contributes real work (without it no round
+counts), claims in every round that an hour has passed, and signs everything. Unreachable electors sign
+nothing; without a quorum, the present electors continue with a break after the grace.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ class GrowthConfig:
     # "many": other identities in every round, drawn by chance; "patient": always the same ones
     # "nobody": no newcomer comes; "none": an honest one
     crowd: Literal["nobody", "none", "many", "patient"]
-    honest: int = 4  # electors when the crowd comes; the first owns the run
+    honest: int = 4  # electors when the crowd arrives; the first owns the run
     identities: int = 1000  # of the crowd
     group_size_max: int = 64
     hours: float = 6.0
     round_s: float = 10.0
     miss: float = 0.0  # share of the rounds that an honest elector misses
     is_reachable: bool = True  # an elector that misses a round signs it nevertheless
-    away_rounds: int = 1  # in a row that an elector misses
-    grace_s: float = 15.0  # without a quorum, before those that are there go on with a break
-    crowd_after_s: float = 0.0  # when the crowd comes, after an honest newcomer
+    away_rounds: int = 1  # consecutive rounds that an absent elector misses
+    grace_s: float = 15.0  # time without a quorum before the present electors continue with a break
+    crowd_after_s: float = 0.0  # arrival of the crowd, relative to that of an honest newcomer
 
 
 @dataclass
@@ -51,18 +51,19 @@ class GrowthFigures:
     """The electors of one simulated run."""
 
     admitted_s: list[float] = field(default_factory=list)  # when each identity of the crowd became elector
-    newcomer_s: float | None = None  # after how long the honest newcomer became an elector; None: it did not
-    quorum_s: float | None = None  # when the crowd could first decide without the honest; None: never
+    newcomer_s: float | None = None  # time until the honest newcomer became an elector; None: it did not
+    # first time at which the crowd could decide without the honest electors; None: never
+    quorum_s: float | None = None
     electors: int = 0  # at the end
     shares: list[float] = field(default_factory=list)  # the crowd's largest part of the electors, by hour
-    lost_s: float = 0.0  # in which there was no quorum
+    lost_s: float = 0.0  # time without a quorum
     breaks: int = 0
     rounds: int = 0
     refused: int = 0  # rounds that the honest electors did not sign
 
 
 class GrowthRun:
-    """One run, from the moment when its honest electors meet the crowd."""
+    """One run, from the arrival of the crowd."""
 
     def __init__(self, config: GrowthConfig) -> None:
         self.config = config
@@ -79,7 +80,7 @@ class GrowthRun:
         self.figures = GrowthFigures()
 
     def run(self) -> GrowthFigures:
-        """Let the honest peers become electors, then let the crowd in, when there is a seat."""
+        """Let the honest peers become electors, then let the crowd join as soon as there is a seat."""
         while len(self._any.electors) < len(self._honest) or not self._any.register.seats:
             self._round(self._honest)
         self.figures = GrowthFigures()
@@ -129,7 +130,7 @@ class GrowthRun:
         """Return the honest electors that do not miss the next round, at least one."""
         config = self.config
         for peer in self._honest:
-            # the chance with which it misses this share of the rounds in the long run
+            # probability that gives this share of missed rounds in the long run
             leaves = config.miss / (config.away_rounds * (1.0 - config.miss) + config.miss)
             if self._back_s[peer] <= self._now_s and self._chance.happens(leaves):
                 self._back_s[peer] = self._now_s + config.away_rounds * config.round_s
@@ -137,7 +138,7 @@ class GrowthRun:
         return here or self._honest[:1]
 
     def _round(self, members: list[PeerId]) -> None:
-        """Let these peers do a round."""
+        """Run a round of these peers."""
         self._now_s += self.config.round_s
         contributors = sorted(members)
         is_break = self._waited_s > self.config.grace_s

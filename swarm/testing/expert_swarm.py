@@ -64,14 +64,9 @@ class SimulatedExperts:
         learning_rate: float,
         compute_s: float,
     ) -> None:
-        self.peer = peer
-        self.modules = {ExpertUid.parse(name): module for name, module in modules.items()}
+        self.peer, self._sample = peer, sample
         self.learning_rate, self.compute_s = learning_rate, compute_s
-        with torch.no_grad():
-            self.schemas = {
-                uid: ExpertSchema.from_samples((sample,), module(sample))
-                for uid, module in self.modules.items()
-            }
+        self._hold(modules)
         self.versions: Counter[ExpertUid] = Counter()
         self.forwards: Counter[str] = Counter()  # per expert
         self.backwards: Counter[str] = Counter()  # per expert, repeated ones included
@@ -81,18 +76,41 @@ class SimulatedExperts:
         self.full = False  # refuse every call as overloaded
         self.batch_size_max = 4096  # samples of one request; larger ones are refused
         self.refused = 0  # requests
-        self.lose_replies = 0  # number of calls of backward passes to apply, once each, and never answer
+        self.lose_replies = 0  # number of backward calls that are applied once each but never answered
         self._busy = asyncio.Lock()
+        self._declarations: Declarations | None = None
+        self._renewing: asyncio.Task[Any] | None = None
+
+    def _hold(self, modules: Mapping[str, torch.nn.Module]) -> None:
+        self.modules = {ExpertUid.parse(name): module for name, module in modules.items()}
+        with torch.no_grad():
+            self.schemas = {
+                uid: ExpertSchema.from_samples((self._sample,), module(self._sample))
+                for uid, module in self.modules.items()
+            }
+
+    async def move(self, modules: Mapping[str, torch.nn.Module]) -> None:
+        """Withdraw the experts, and serve these modules instead, as a server that moves does."""
+        if self._renewing is not None and self._declarations is not None:
+            self._renewing.cancel()
+            await self._declarations.withdraw()
+        self._hold(modules)
+        await self._declare()
 
     async def start(self, bootstrap: Sequence[SimulatedPeer]) -> None:
         peer = self.peer
-        service = service_of(peer)
+        self.service = service_of(peer)
         peer.handlers.unary(DESCRIBE, self._describe)
         peer.handlers.unary(CALL, self._call)
-        await service.join([one.contact for one in bootstrap])
+        await self.service.join([one.contact for one in bootstrap])
+        await self._declare()
+
+    async def _declare(self) -> None:
+        peer = self.peer
         digests = {uid: schema.digest for uid, schema in self.schemas.items()}
-        declarations = Declarations(service, lambda: peer.contact, digests, ServerLoad)
-        peer.supervisor.spawn("declaring experts", declarations.renew, restart=True)
+        declarations = Declarations(self.service, lambda: peer.contact, digests, ServerLoad)
+        self._declarations = declarations
+        self._renewing = peer.supervisor.spawn("declaring experts", declarations.renew, restart=True)
         await declarations.declared.wait()
 
     async def _describe(self, caller: PeerId, request: DescribeRequest) -> DescribeReply:
@@ -108,7 +126,9 @@ class SimulatedExperts:
 
     async def _call(self, caller: PeerId, request: ExpertRequest) -> ExpertReply:
         uid = ExpertUid.parse(request.uid)
-        schema = self.schemas[uid]
+        if uid not in self.schemas:
+            return ExpertReply(status=expert_pb2.EXPERT_MISSING, reason="it is not hosted here")
+        schema = self.schemas[uid].at(request.sequence_length)
         if self.full:
             return ExpertReply(status=expert_pb2.EXPERT_OVERLOADED, reason="full", queued=1000)
         if request.batch > self.batch_size_max:
@@ -154,7 +174,7 @@ class SimulatedExperts:
     def _backward(self, uid: ExpertUid, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         module = self.modules[uid]
         parameters = list(module.parameters())
-        with torch.enable_grad():  # this may run within the trainer's backward pass
+        with torch.enable_grad():  # may run inside the trainer's backward pass
             given = cast(torch.Tensor, tensors[0]).clone().requires_grad_()
             output = module(given)
             gradient = tensors[1] if tensors[1] is not None else torch.zeros_like(output)
@@ -194,15 +214,21 @@ class ExpertSwarm:
 
     def __init__(self, seed: int, link: LinkConfig | None = None) -> None:
         self._threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # tensors are small: waking threads takes longer than the work
+        torch.set_num_threads(1)  # the tensors are small, and waking threads takes longer than the work
         self._thread = _Thread()
         self.network = SimulatedNetwork(seed, link or LinkConfig(delay_s=0.005))
         self.servers: list[SimulatedExperts] = []
         self.trainer = self.network.peer()
-        self.node = cast(Node, self._thread.run(self._trainer()))
+        self.node = cast(Node, self._thread.run(self._node_of(self.trainer)))
 
-    async def _trainer(self) -> object:
-        peer = self.trainer
+    def new_node(self) -> Node:
+        """Return the node of a further trainer."""
+        peer = self.network.peer()
+        node = cast(Node, self._thread.run(self._node_of(peer)))
+        self.run(node.dht.service.join([self.trainer.contact]))
+        return node
+
+    async def _node_of(self, peer: SimulatedPeer) -> object:
         service = service_of(peer)
         node = _TrainersNode(
             peer_id=peer.peer_id,

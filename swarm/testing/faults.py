@@ -90,7 +90,7 @@ class Faults:
             self._later(lasting_s, self._restore_link)
         elif kind == "clock":
             clock = self._chance.choice(self._swarm.members).peer.clock
-            # as if a user had set it; the peer corrects it by the clocks of others
+            # as if set by a user; the peer corrects it with the clocks of others
             clock.skew_s += self._chance.uniform(-120.0, 120.0)
             clock.drift = self._chance.uniform(-1e-4, 1e-4)
         else:
@@ -108,7 +108,7 @@ class Faults:
             await self._return(member)
 
     async def churn(self, until_s: float) -> None:
-        """Crash peers for good, `churn_share` of them in ten minutes, and let as many new peers join."""
+        """Crash peers permanently, `churn_share` of them in ten minutes, and let as many new peers join."""
         loop = asyncio.get_running_loop()
         wait_s = CHURN_S / (self._config.churn_share * len(self._swarm.live))
         while loop.time() + wait_s < until_s:

@@ -1,8 +1,9 @@
 """Threads of simulated peers: blocking code on virtual time.
 
 The optimizer blocks its trainer's thread: in a simulation that thread is a greenlet on the thread of the
-virtual event loop. What would block switches back to the loop, which resumes it at the virtual time, or when
-it is woken. So one operating system thread runs all trainers of a swarm, always in the same order.
+virtual event loop. A call that would block switches back to the loop, which resumes it at the right virtual
+time or when it is woken. One operating system thread thus runs all trainers of a swarm, always in the same
+order.
 
     network = GreenNetwork()                       # in place of `swarm.runtime.thread.NetworkThread`
     await network.run_thread(train)                # `train()` may use `network.run` and `network.waits`
@@ -26,7 +27,7 @@ T = TypeVar("T")
 
 
 class ThreadKilledError(BaseException):
-    """Raised in a green thread whose process was killed, by everything that would wait."""
+    """Raised by every waiting call in a green thread whose process was killed."""
 
 
 class GreenEvent:
@@ -108,7 +109,7 @@ class GreenCondition:
 
 
 class GreenWaits:
-    """Maker of what the green threads of one simulated process wait for."""
+    """Factory of events and conditions for the green threads of one simulated process."""
 
     def __init__(self, network: GreenNetwork) -> None:
         self._network = network

@@ -2,7 +2,7 @@
 averaged value is one number.
 
 `measure` forms groups of 16, 64, 256 peers and reports the costs and the remaining deviation from the mean;
-`Averaging` is the same with peers that come, die, fail rounds or are late, for tests.
+`Averaging` does the same with peers that join, fail, fail rounds or are late, for tests.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ ROUND_S = 0.2  # duration of a round after its group has formed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GridFigures:
-    """Costs of forming groups, round by round. The first round begins with peers that know nobody."""
+    """Costs of forming groups, round by round. In the first round no peer knows any other."""
 
     peers: int
     target_group_size: int
     cells: int
     rounds_to_mix: int
     messages: tuple[float, ...]  # requests and replies that a peer sends, on average
-    messages_most: tuple[int, ...]  # that the busiest peer sends
+    messages_most: tuple[int, ...]  # messages of the busiest peer
     bytes_sent: tuple[float, ...]  # per peer, protobuf without TLS and TCP
     reads: tuple[float, ...]  # reads of the presence records, per peer
     forming_s: tuple[float, ...]  # virtual seconds from the aligned start until every peer has its group
-    # root mean square distance from the mean, as a share of what it was before the first round
+    # root mean square distance from the mean, relative to that before the first round
     deviations: tuple[float, ...]
 
 
@@ -62,8 +62,8 @@ class Averaging:
         return [one for one in self.swarm.volunteers if one.peer.up]
 
     def remove(self, volunteer: SimulatedVolunteer, *, goodbye: bool) -> None:
-        """Stop a peer. With `goodbye` it closes its averager and its presence record goes; otherwise it dies
-        and the record stays.
+        """Stop a peer. With `goodbye` it closes its averager and withdraws its presence record; otherwise it
+        fails and the record stays.
         """
         volunteer.peer.up = False
         if goodbye:
@@ -151,7 +151,7 @@ def measure(
             found = await averaging.step(late_s=lambda: 0.02 * swarm.rng.random())
             if not all(isinstance(one, Group) for one in found):
                 raise AssertionError(
-                    f"not everybody found a group: {[one for one in found if isinstance(one, SearchFailed)]}"
+                    f"not all peers found a group: {[one for one in found if isinstance(one, SearchFailed)]}"
                 )
             messages = [peer.messages_sent - before for peer, (before, _) in zip(members, sent, strict=True)]
             size_bytes = sum(

@@ -1,9 +1,9 @@
-"""A simulated swarm, larger than a group, that trains: matchmaking, seats and the questions for certificates
-are the real ones, a model is a few numbers.
+"""A simulated swarm, larger than a group, that trains: matchmaking, seats and requests for certificates are
+real, a model is a few numbers.
 
 Every peer has its own copy of the model and draws noisy gradients of one quadratic loss. An epoch averages
 the gradients through the cells of the grid, then among the electors; every few epochs the models are averaged
-in the same way. `train` returns how far apart the models are, and what each peer sent.
+in the same way. `train` returns the distances between the models, and each peer's messages.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from swarm.wire import state_pb2
 
 _ROUND_S = 0.2  # of a round after its group has formed
 _NUMBERS = 4  # of a model
-_RATE, _NOISE = 0.3, 1.0  # of the optimizer; of a gradient, as large as the distance to the optimum at first
+# learning rate; noise of a gradient, as large as the initial distance to the optimum
+_RATE, _NOISE = 0.3, 1.0
 _ASK_INTERVAL_S = 0.3  # as in `averaging.optim.grid_round`
 _ATTEMPT_S = 0.2  # between two attempts to find the electors' group
 _WINDOW_S = 20.0
@@ -44,7 +45,7 @@ Values = tuple[float, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingFigures:
-    """The costs of a simulated training, and how equal the models stayed."""
+    """The costs of a simulated training, and the distances between the models."""
 
     peers: int
     group_size: int
@@ -54,11 +55,11 @@ class TrainingFigures:
     messages_most: tuple[int, ...]  # that the busiest peer sends
     bytes_sent: tuple[float, ...]  # per peer and epoch: protobuf, without the averaged values, TLS and TCP
     epoch_s: tuple[float, ...]  # virtual time of an epoch's averaging
-    # the largest relative distance of a model from that of the electors: before and after each state round
+    # largest relative distance of a model from the electors' model: before and after each state round
     before: tuple[float, ...]
     after: tuple[float, ...]
     left: float  # distance to the optimum at the end, as a share of that at the beginning
-    rounds_missed: int  # rounds of a peer's cell that went on without it
+    rounds_missed: int  # rounds of a peer's cell that ran without the peer
     downloads: int  # peers that missed the first round of an epoch, and took the electors' model after it
 
 
@@ -93,7 +94,7 @@ class GridTraining:
         for part in parts if peers > 2 * _PART else [ids]:
             for peer in part:
                 self._by_id[peer].size.update(peers, [other for other in part if other != peer])
-        # groups that met, with the values that their members brought, and the averages
+        # groups that formed, with the values of their members, and the averages
         self._groups: dict[bytes, dict[PeerId, tuple[Values, float]]] = {}
 
     def _add(self) -> _Trainer:
@@ -144,7 +145,8 @@ class GridTraining:
             group = await self._meet(trainer, f"{name} {number}/{self.rounds}", value, weight)
             if group is None:
                 self.rounds_missed += 1
-                if number == 1:  # as in `GridRound`: nothing of it is averaged, and it applies nothing
+                # as in `GridRound`: the peer's values are not averaged, and it applies nothing
+                if number == 1:
                     await self._ask(trainer)
                     return None
             else:
@@ -178,11 +180,11 @@ class GridTraining:
         )
 
     async def _ask(self, trainer: _Trainer) -> None:
-        """Ask one met peer after the other for the electors' certificate."""
+        """Ask the met peers in turn for the electors' certificate."""
         while trainer.certificate is None:
             await asyncio.sleep(_ASK_INTERVAL_S * (0.5 + self.rng.random()))
-            # now and then one that it has not met, as progress records name: those that met only one another
-            # may all miss the certificate
+            # occasionally a peer from the progress records that it has not met, because peers that met only
+            # one another may all miss the certificate
             others = [one.volunteer.peer.contact for one in self.trainers if one is not trainer]
             contact = self.rng.choice([*trainer.met.values(), self.rng.choice(others)])
             request = state_pb2.HistoryRequest(run="r", heads=[self.head.head])

@@ -1,9 +1,9 @@
 """A simulated swarm that forms groups: the real service and messages on virtual time, all randomness from one
 seed.
 
-During every search a watcher checks each virtual 5 ms that peers do not wait for one another in a circle: a
-peer that holds back calls of followers follows nobody itself, and circles of calls that are under way (after
-a lost reply, say) are resolved soon.
+During every search a watcher checks every 5 virtual ms that peers do not wait for one another in a circle: a
+peer that delays calls of followers does not follow another peer, and circles of calls in progress (for
+example after a lost reply) are resolved soon.
 """
 
 from __future__ import annotations
@@ -146,7 +146,9 @@ class Swarm:
             machines = {one.peer.peer_id: one.service.machine for one in self.volunteers if one.peer.up}
             waits = {peer_id: machine.following for peer_id, machine in machines.items()}
             for peer_id, machine in machines.items():
-                assert machine.following is None or not machine.followers, "a follower holds back no calls"
+                assert machine.following is None or not machine.followers, (
+                    "a follower must not delay calls of followers"
+                )
                 at = machine.following
                 for _ in machines:
                     at = waits.get(at) if at is not None and at != peer_id else at

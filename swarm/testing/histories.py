@@ -1,10 +1,10 @@
-"""A random play of peers that keep one history through cuts, losses, restarts and a liar.
+"""Random test of peers that keep one history through cuts, losses, restarts and a liar.
 
 Every peer decides with its real `Lineage` and `Tally`; the result of a round is a digest, time is
 a number, and messages are functions in a list. `swarm.testing.history_plays` takes the random steps.
 
-The network is as hostile as it can be: whatever was signed can be put together by somebody. So a certificate
-exists as soon as the votes for it were signed.
+The network is as hostile as possible: a certificate exists as soon as the votes for it were signed, because
+some peer may collect them.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ from swarm.testing.history_ledger import BrokenPromiseError, VoteLedger
 RUN: Final = "model"
 EPOCH_S: Final = 1.0
 ATTEMPTS_MAX: Final = 8  # that a peer of the model follows at once
-MESSAGES_MAX: Final = 24  # under way: beyond, a random one is lost
+MESSAGES_MAX: Final = 24  # messages in transit; above this, a random one is lost
 CHECKPOINTS_MAX: Final = 3
-HEAL_S: Final = 90  # within which peers without faults have one head again: three times the grace, and more
+# without faults, peers must share one head within this time: more than three times the grace
+HEAL_S: Final = 90
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class Peer:
 
 
 class Play:
-    """Peers, the network between them, and chance."""
+    """Peers, the network between them, and the random numbers."""
 
     def __init__(self, config: PlayConfig, make_signer: Callable[[int], Signer]) -> None:
         self.config = config
@@ -111,14 +112,15 @@ class Play:
         self.liar = self.chance.choice(self.peers[: config.electors]) if config.has_liar else None
         self.ledger = VoteLedger(self.liar.signer.peer_id if self.liar else None)
         self.cuts: set[tuple[int, int]] = set()
-        self.messages: list[tuple[int, int, Callable[[Peer], None]]] = []  # from, to, what it does there
+        # sender, receiver, effect at the receiver
+        self.messages: list[tuple[int, int, Callable[[Peer], None]]] = []
         self.now_s = 0.0
         self.serial = 0
         self._found()
 
     @property
     def counts(self) -> Counter[str]:
-        """Return how often things happened."""
+        """Return the counts of events."""
         return self.ledger.counts
 
     def _found(self) -> None:
@@ -137,7 +139,7 @@ class Play:
             self.extend(peer, Certificate(proposal=proposal, result=result, votes=votes, goodbyes={}))
             peer.checkpoints.append(peer.live.chain())
 
-    # ---- what peers do
+    # ---- actions of peers
 
     def running(self, *, honest: bool = False) -> list[Peer]:
         """Return the peers whose processes run."""
@@ -146,11 +148,11 @@ class Play:
         ]
 
     def reaches(self, one: Peer, other: Peer) -> bool:
-        """Return whether messages go both ways between these peers."""
+        """Return whether messages pass in both directions between these peers."""
         pair = (one.number, other.number)
         return one is other or not (pair in self.cuts or pair[::-1] in self.cuts)
 
-    def company(self, peer: Peer, among: Collection[Peer] | None = None) -> list[Peer]:
+    def peers_at_head(self, peer: Peer, among: Collection[Peer] | None = None) -> list[Peer]:
         """Return the peers at the same head that this one can reach both ways, itself included."""
         head = peer.live.head
         return [
@@ -188,7 +190,7 @@ class Play:
         return replace(proposal, gone=gone, electors=electors, register=register)
 
     def form(self, leader: Peer, members: Sequence[Peer], *, is_break: bool) -> Proposal:
-        """Form a group. Every member holds a result of it, once it hears of the group."""
+        """Form a group. Every member holds its result once it learns of the group."""
         proposal = self._proposal(leader, members, is_break=is_break)
         splits = self.liar in members and self.chance.happens(0.3)
         numbers = tuple(peer.number for peer in members)
@@ -227,7 +229,7 @@ class Play:
                 tally.add_goodbye(other, signature)
             peer.attempts[digest] = Attempt(proposal, members, tally, result)
         attempt = peer.attempts[digest]
-        if not attempt.result:  # it had endorsed it before it heard that it is a member
+        if not attempt.result:  # the peer had endorsed the attempt before it learned of its own membership
             attempt.result = result
         return attempt
 
@@ -256,7 +258,7 @@ class Play:
         self.settle(peer, attempt)
 
     def sign(self, peer: Peer, proposal: Proposal, result: bytes) -> Vote:
-        """Let a peer sign a vote; everybody may come to know it."""
+        """Let a peer sign a vote, which any peer may learn."""
         signature = peer.signer.sign(vote_statement(proposal.digest(), result))
         vote = Vote(voter=peer.signer.peer_id, result=result, signature=signature)
         self.ledger.voted(proposal, vote)
@@ -277,7 +279,7 @@ class Play:
             self.settle(peer, attempt)
 
     def settle(self, peer: Peer, attempt: Attempt) -> None:
-        """Let a peer draw the conclusions from the votes that it knows."""
+        """Let a peer act on the votes that it knows."""
         certificate = attempt.tally.certificate
         if certificate is not None:
             if attempt.result and self._holds_bytes(peer, attempt, certificate):
@@ -286,7 +288,7 @@ class Play:
             peer.live.release(attempt.proposal)
 
     def _holds_bytes(self, peer: Peer, attempt: Attempt, certificate: Certificate) -> bool:
-        """Return whether a peer has what was certified, or can fetch it from a contributor that had it."""
+        """Return whether a peer has the certified result, or can fetch it from a contributor."""
         donors = (self.peers[self.numbers[voter]] for voter in certificate.votes if voter in self.numbers)
         return attempt.result == certificate.result or any(
             donor.lineage is not None and donor is not peer and self.reaches(peer, donor) for donor in donors
@@ -300,19 +302,19 @@ class Play:
             if certificate.proposal.contributors == (own,) and not certificate.proposal.is_break:
                 rivals = self.ledger.certified.get(head, {}).keys() - {certificate.head}
                 if rivals and self.liar is None:
-                    raise BrokenPromiseError(f"{peer.number} goes on alone while a quorum lives elsewhere")
+                    raise BrokenPromiseError(f"{peer.number} continues alone while a quorum exists elsewhere")
         peer.live.extend(certificate)
         self._moved(peer)
         self.ledger.electors[certificate.head] = certificate.electors
         self.counts["breaks" if certificate.proposal.is_break else "commits"] += 1
-        self.counts["commits with peers that are no electors yet"] += bool(peer.live.register.known)
+        self.counts["commits with peers that are not electors yet"] += bool(peer.live.register.known)
 
     def _moved(self, peer: Peer) -> None:
         peer.attempts.clear()
         peer.wants_break = False
 
     def alone(self, peer: Peer) -> None:
-        """Let a peer commit a round of its own, if it may."""
+        """Let a peer commit a round alone, if it may."""
         is_break = not peer.live.has_quorum(())
         if is_break and not peer.wants_break:
             return
@@ -377,11 +379,11 @@ class Play:
         peer.live.adopt(chain)
         self._moved(peer)
         if peer.live.head not in self.ledger.electors:
-            raise BrokenPromiseError(f"{peer.number} follows certificates that nobody has made")
+            raise BrokenPromiseError(f"{peer.number} follows certificates that were never made")
 
     def look(self, peer: Peer, among: Collection[Peer] | None = None) -> None:
-        """Let a peer look for a quorum."""
-        present = [other.signer.peer_id for other in self.company(peer, among) if not other.is_locked]
+        """Let a peer check for a quorum."""
+        present = [other.signer.peer_id for other in self.peers_at_head(peer, among) if not other.is_locked]
         if peer.live.has_quorum(present):
             peer.live.found_quorum()
             peer.wants_break = False
@@ -430,7 +432,7 @@ class Play:
         self.messages.append((one.number, other.number, effect))
 
     def deliver(self, index: int) -> None:
-        """Let a message arrive, if the way is open and somebody is there."""
+        """Let a message arrive, if the link is up and the receiver runs."""
         self.messages[index], self.messages[-1] = self.messages[-1], self.messages[index]
         one, other, effect = self.messages.pop()
         if (one, other) not in self.cuts and self.peers[other].lineage is not None:
@@ -446,10 +448,10 @@ def _digest(text: str) -> bytes:
 
 
 def check_bounds(play: Play) -> None:
-    """Raise BrokenPromiseError when something that a peer keeps has grown beyond its limit."""
+    """Raise BrokenPromiseError if a collection of a peer exceeds its limit."""
     for peer in play.running():
         if len(peer.live.chain().certificates) > CERTIFICATES_MAX or len(peer.attempts) > ATTEMPTS_MAX:
-            raise BrokenPromiseError("a peer keeps more than its limit")
+            raise BrokenPromiseError("a collection of a peer exceeds its limit")
         for attempt in peer.attempts.values():
             if len(attempt.tally.votes) + len(attempt.tally.liars) > len(play.peers):
                 raise BrokenPromiseError("a tally keeps more votes than there are voters")

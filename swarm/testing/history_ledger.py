@@ -1,4 +1,4 @@
-"""All that the peers of a random play have ever signed, and which certificates follow from it."""
+"""All signatures of the peers of a random play, and the certificates that can be made of them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from swarm.core.ids import PeerId
 
 
 class BrokenPromiseError(AssertionError):
-    """The peers did not do what is promised."""
+    """A promised property does not hold."""
 
 
 @dataclass
 class VoteLedger:
-    """All that was ever signed, and what follows from it."""
+    """All signatures so far, and the certificates that can be made of them."""
 
     liar: PeerId | None
     electors: dict[bytes, tuple[PeerId, ...]] = field(default_factory=dict)  # of every head
@@ -30,7 +30,7 @@ class VoteLedger:
     counts: Counter[str] = field(default_factory=Counter)
 
     def voted(self, proposal: Proposal, vote: Vote) -> None:
-        """Note a vote, and look whether something can be certified now."""
+        """Record a vote, and check whether a result can be certified now."""
         digest = proposal.digest()
         known = self.proposals.setdefault(proposal.head, [])
         if all(one is not proposal and one.digest() != digest for one in known):
@@ -40,7 +40,7 @@ class VoteLedger:
             self._certify(proposal, vote.result)
 
     def left(self, peer: PeerId, head: bytes, signature: bytes) -> None:
-        """Note a goodbye."""
+        """Record a goodbye."""
         self.goodbyes.setdefault(head, {})[peer] = signature
         for proposal in self.proposals.get(head, ()):
             digest = proposal.digest()
@@ -49,7 +49,7 @@ class VoteLedger:
 
     def _certify(self, proposal: Proposal, result: bytes) -> None:
         votes = self.votes[proposal.digest(), result]
-        # a goodbye of somebody that votes helps nobody, unless the proposal asks for it
+        # a goodbye of a voter has no effect, unless the proposal needs it
         gone = {
             peer: signature
             for peer, signature in self.goodbyes.get(proposal.head, {}).items()
@@ -69,7 +69,7 @@ class VoteLedger:
         known[made.head] = made
 
     def _fork(self, one: Certificate, other: Certificate) -> None:
-        """Record two certificates for one head: only a liar can do that, and it can be proved."""
+        """Record two certificates for one head: only a liar can make them, and its lie must be provable."""
         if self.liar is None:
             raise BrokenPromiseError("two certificates without a break extend one head")
         if self.liar in one.votes and self.liar in other.votes:

@@ -1,6 +1,6 @@
-"""Random plays of `swarm.testing.histories`: which steps are taken, what the liar does, and the checks that
-let some peers, or all, go on without faults. docs/reliability.md says what must hold.
-`python -m swarm.testing.history_plays --seed 7` replays one play; `make histories` takes millions of steps.
+"""Random plays of `swarm.testing.histories`: the choice of steps, the liar's actions, and checks in which
+some or all peers continue without faults. docs/reliability.md says what must hold. `python -m
+swarm.testing.history_plays --seed 7` replays one play; `make histories` takes millions of steps.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from swarm.testing.history_ledger import BrokenPromiseError
 from swarm.testing.identities import SeededIdentity
 
 LOSS: Final = 0.1  # of messages
-EXCHANGES: Final = 4  # of votes and histories until everybody knows what somebody knows
+EXCHANGES: Final = 4  # exchanges of votes and histories after which all peers know everything
 
 
 class RandomPlay:
@@ -61,13 +61,13 @@ class RandomPlay:
             (0.5, self.leave),
             (5 if config.has_liar else 0, self.lie),
         ]
-        # every play has its own mixture: some faults show only where others are rare
+        # every play has its own mixture, because some faults appear only if others are rare
         self.weights = [(weight * self.chance.choice((0.2, 1.0, 3.0)), action) for weight, action in usual]
         self._pace_s = self.chance.choice((0.1, 0.5))  # mean time between two steps
         self._total = sum(weight for weight, _ in self.weights)
 
     def run(self) -> Counter[str]:
-        """Take all steps, and return how often what happened. Raise BrokenPromiseError."""
+        """Take all steps, and return the counts of events. Raise BrokenPromiseError."""
         config = self.play.config
         for step in range(config.steps):
             self.step()
@@ -116,18 +116,18 @@ class RandomPlay:
         leader = self._peer()
         if leader is None:
             return
-        company = [peer for peer in self.play.company(leader) if self.chance.happens(0.8)]
+        members = [peer for peer in self.play.peers_at_head(leader) if self.chance.happens(0.8)]
         if leader.wants_break:
-            company = [peer for peer in company if peer.wants_break]
+            members = [peer for peer in members if peer.wants_break]
         elif self.chance.happens(0.8):
-            company = [peer for peer in company if not peer.is_locked]
-        if leader not in company and not leader.is_locked:
-            company.append(leader)
-        self.chance.shuffle(company)
-        if leader in company:
+            members = [peer for peer in members if not peer.is_locked]
+        if leader not in members and not leader.is_locked:
+            members.append(leader)
+        self.chance.shuffle(members)
+        if leader in members:
             under_way = len(self.play.messages)
-            self.play.form(leader, company, is_break=leader.wants_break)
-            while len(self.play.messages) > under_way:  # it is the votes that matter when they arrive
+            self.play.form(leader, members, is_break=leader.wants_break)
+            while len(self.play.messages) > under_way:  # only the arrival of votes matters
                 if self.chance.happens(0.9):
                     self.play.deliver(len(self.play.messages) - 1)
                 else:
@@ -148,7 +148,7 @@ class RandomPlay:
         self.vote(gives_up=True)
 
     def relay(self) -> None:
-        """Let a peer tell another one what it knows of an attempt."""
+        """Let a peer send another one its knowledge of an attempt."""
         peer = self._peer()
         attempt = self._attempt(peer)
         if peer is not None and attempt is not None:
@@ -211,7 +211,7 @@ class RandomPlay:
             self.play.start(peer, self.chance.choice(donors))
 
     def lie(self) -> None:
-        """Let the liar do what an honest peer never does."""
+        """Let the liar take an action that honest peers never take."""
         liar = self.play.liar
         if liar is None or liar.lineage is None:
             return
@@ -249,7 +249,7 @@ class RandomPlay:
                 self.play.send(liar, other, partial(self.play.hear, proposal=proposal, vote=vote))
 
     def _lie_by_certificates(self, liar: Peer, *, is_break: bool) -> None:
-        """Go on alone with a break at once, or send a certificate without a quorum."""
+        """Continue alone with a break at once, or send a certificate without a quorum."""
         lineage = liar.live
         made = lineage.alone(
             epoch=lineage.epoch + 1,
@@ -301,7 +301,9 @@ def ask_electors(play: Play, peer: Peer, attempt: Attempt) -> None:
 
 @contextmanager
 def calm(play: Play, among: Collection[Peer]) -> Iterator[None]:
-    """Keep some peers apart from all others, and let them reach one another. What was under way stays so."""
+    """Separate some peers from all others, and let them reach one another. Messages in transit stay in
+    transit.
+    """
     cuts, messages = play.cuts, play.messages
     inside = {peer.number for peer in among}
     outside = {peer.number for peer in play.peers} - inside
@@ -316,19 +318,19 @@ def calm(play: Play, among: Collection[Peer]) -> Iterator[None]:
 
 
 def deliver_all(play: Play) -> None:
-    """Let every message arrive, and what is sent in answer."""
+    """Deliver every message and every answer."""
     while play.messages:
         play.deliver(0)
 
 
 def exchange(play: Play, among: Collection[Peer]) -> None:
-    """Let peers tell one another everything that they know: votes, histories, and who endorses what."""
+    """Let peers exchange everything that they know: votes, histories and endorsements."""
     for peer in among:
         for attempt in list(peer.attempts.values()):
             ask_electors(play, peer, attempt)
             for other in among:
                 tell(play, peer, other, attempt)
-            if not attempt.has_voted:  # what somebody has voted for can still be committed
+            if not attempt.has_voted:  # attempts with a vote can still be committed
                 play.vote(peer, attempt, gives_up=not attempt.tally.results)
     deliver_all(play)
     for peer, other in itertools.permutations(among, 2):
@@ -337,7 +339,7 @@ def exchange(play: Play, among: Collection[Peer]) -> None:
 
 
 def commit_round(play: Play, group: list[Peer], *, is_break: bool) -> None:
-    """Let a group do a round without faults."""
+    """Run a round of a group without faults."""
     proposal = play.form(group[0], group, is_break=is_break)
     deliver_all(play)
     for peer in group:
@@ -349,8 +351,8 @@ def commit_round(play: Play, group: list[Peer], *, is_break: bool) -> None:
 
 
 def check_progress(play: Play) -> None:
-    """Cut some honest peers off from all others. Where those that may vote are a quorum, they commit at once,
-    without waiting for the grace.
+    """Separate some honest peers from all others. If the voters among them are a quorum, they must commit at
+    once, without waiting for the grace.
     """
     among = [peer for peer in play.running(honest=True) if play.chance.happens(0.8)]
     with calm(play, among):
@@ -371,7 +373,7 @@ def check_progress(play: Play) -> None:
             commit_round(play, free, is_break=False)
             play.counts["checks of progress"] += 1
             if play.counts["commits"] == commits or any(peer.live.head == head for peer in free):
-                raise BrokenPromiseError("a quorum that can reach one another did not commit")
+                raise BrokenPromiseError("a connected quorum did not commit")
 
 
 def _is_quorum(peers: Sequence[Peer]) -> bool:
@@ -383,7 +385,7 @@ def _is_quorum(peers: Sequence[Peer]) -> bool:
 
 
 def check_healing(play: Play) -> None:
-    """End all faults. All honest peers soon have one head, and go on together."""
+    """End all faults. All honest peers must soon share one head and continue together."""
     liar = play.liar
     if liar is not None and liar.lineage is not None:
         play.stop(liar)
@@ -407,7 +409,7 @@ def check_healing(play: Play) -> None:
 
 
 def _is_together(play: Play) -> bool:
-    """Let all peers go on for a second, and return whether all of them have committed a round together."""
+    """Let all peers continue for a second. Return whether all have committed a round together."""
     running = play.running()
     exchange(play, running)
     for peer in running:

@@ -31,7 +31,7 @@ Contacts = Callable[
 ]  # returns the contacts to send to a peer that searches for a DHT id
 
 _NAMED_MAX = 20
-_SILENT_S = 60.0  # longer than anybody waits
+_SILENT_S = 60.0  # longer than any timeout
 
 
 class HostilePeer:
@@ -78,7 +78,7 @@ class HostilePeer:
 
 
 class SilentPeer(HostilePeer):
-    """A peer that answers pings, so that it stays in the tables of others, and nothing else."""
+    """A peer that answers only pings, so that it stays in the tables of others."""
 
     async def _on_find(self, caller: PeerId, request: DhtFindRequest) -> DhtFindReply:
         self.asked += 1

@@ -1,5 +1,5 @@
-"""The process behind `swarm.testing.links`: it holds the network namespaces of the peers, and carries their
-packets like slow links.
+"""The process behind `swarm.testing.links`: it holds the network namespaces of the peers, and forwards their
+packets with the properties of slow links.
 
 It is run by file name and uses the standard library only. Every peer has a TUN device in its own namespace.
 The namespaces have no names and live as long as this process (and processes that entered them), so that
@@ -47,7 +47,7 @@ _SEED = 1  # of random losses
 class Counted:
     """Traffic counters of one peer, since the start."""
 
-    sent_packets: int = 0  # sent, and not dropped on the way up
+    sent_packets: int = 0  # packets sent and not dropped in the uplink queue
     sent_bytes: int = 0  # of IP packets, headers included
     sent_payload_bytes: int = 0  # payload of TCP: TLS records, gRPC frames, tensors
     dropped_packets: int = 0  # queue full or random loss, in either direction
@@ -127,7 +127,7 @@ class Relay:
             ready, _, _ = select.select(watched, [], [], wait_s)
             self._rng.shuffle(
                 ready
-            )  # a device that is always first would leave the others less room in every queue
+            )  # rotate the order, because the first device gets more room in every queue
             for descriptor in ready:
                 if descriptor == control:
                     if not os.read(control, 4096):
@@ -149,7 +149,7 @@ class Relay:
                 else -1
             )
             if not 0 <= target < len(self._devices):
-                continue  # of no peer
+                continue  # not addressed to a peer
             count, size, payload = sizes(packet)
             counted = self.counted[source]
             at_s = self._model.send(time.monotonic(), source, target, size)

@@ -325,7 +325,7 @@ class SimulatedNetwork:
             arrive(None)
 
     async def travel(self, source: SimulatedPeer, target: SimulatedPeer, what: str, size_bytes: int) -> None:
-        """Send a message and wait for its arrival, for ever when it is lost. Raise NetworkError when a peer
+        """Send a message and wait for its arrival, forever when it is lost. Raise NetworkError when a peer
         is down.
         """
         arrived: asyncio.Future[NetworkError | None] = asyncio.get_running_loop().create_future()

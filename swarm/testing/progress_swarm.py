@@ -1,11 +1,11 @@
 """A simulated run of any size whose peers exchange their progress: production trackers, fake trainers, and
 a table in place of the DHT.
 
-A trainer makes a step a second, reports it, and goes on to the next epoch a moment after its tracker has
-found the present one full. The table answers like the DHT, after a delay, and counts reads and writes;
+A trainer makes a step a second, reports it, and continues with the next epoch a moment after its tracker has
+found the current one full. The table answers like the DHT, after a delay, and counts reads and writes;
 `operations` measures, on production DHT services of the same number of peers, the messages for one read and
-one write of such a dictionary. (A thousand production services under this load verify twenty thousand
-signed dictionaries in a virtual minute, which takes a quarter of an hour.)
+one write of such a dictionary. (A thousand production services under this load verify twenty thousand signed
+dictionaries in a virtual minute, which takes a quarter of an hour.)
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from swarm.testing.virtual_loop import run_virtual
 RUN = "a" * 20
 ROUND_S = 0.5  # between an epoch's end and the next one's first step
 LINK = LinkConfig(delay_s=0.04, jitter=0.5)
-READ_S = 0.15  # that a read or a write of the DHT takes
+READ_S = 0.15  # duration of a read or a write of the DHT
 SAMPLE = 20  # reads and writes by which their cost is measured
 
 
@@ -40,14 +40,14 @@ class ProgressFigures:
 
     peers: int
     shards: int
-    reads: float  # of the DHT, by a peer, on average
+    reads: float  # reads of the DHT by a peer, on average
     writes: float
     operations_most: float  # reads and writes together, of the busiest peer
-    entries_most: int  # in the largest dictionary that anybody read
+    entries_most: int  # entries of the largest dictionary that was read
     readers_most: float  # reads of the dictionary that is read most: what its replicas answer
     reports: float  # messages to other peers directly, on average
     report_bytes: float
-    epochs: int  # that were completed in the measured time
+    epochs: int  # epochs completed in the measured time
     gathered: tuple[float, ...]  # the true samples of these epochs, as a share of the target
     spread_s: float  # between the first and the last peer that begins an epoch, on average
 

@@ -1,4 +1,4 @@
-"""Records of the DHT that nobody has validated, for tests and benchmarks of what replicas do with them."""
+"""Unvalidated DHT records, for tests and benchmarks of how replicas handle them."""
 
 from __future__ import annotations
 

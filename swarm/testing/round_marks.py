@@ -1,4 +1,4 @@
-"""Marks of the model check of rounds: equal for peers that decide alike, however they came there."""
+"""Marks for the model check of rounds, equal for peers that decide alike, no matter how they got there."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def fingerprint(peer: int, local: Situation) -> tuple[Any, ...]:
 
 
 def mark_of(machine: RoundMachine) -> Any:
-    """Return a value that is equal for machines that decide alike. One that has finished only answers."""
+    """Return a value that is equal for machines that decide alike. A finished machine only answers."""
     finish = machine.finished
     if finish is None:
         return snapshot(vars(machine))
@@ -47,7 +47,7 @@ def text_of(body: Any) -> str:
 
 
 def snapshot(value: Any) -> Any:
-    """Return a hashable value for what a peer decides by."""
+    """Return a hashable value of everything that determines a peer's decisions."""
     kind = type(value)
     read = _READERS.get(kind)
     if read is None:
@@ -60,7 +60,7 @@ def _reader_of(kind: type) -> Callable[[Any], Any]:
     changes, and who answers is an input here.
     """
     if issubclass(kind, str):
-        return bool  # a reason, for people: what counts is that there is one
+        return bool  # a reason is a text for users; only its presence matters
     if issubclass(kind, (int, float, bytes, type(None), Enum, PeerId)):
         return lambda value: value
     if issubclass(kind, Mapping):

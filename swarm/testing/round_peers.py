@@ -1,8 +1,8 @@
 """A peer of the model check of rounds: the real `RoundMachine` and `Lineage`, driven without a network.
 
-A peer's situation is a value, `Situation`. An input (a message, a timeout, a restart) makes another one, and
-messages. A machine is made again from the inputs that it had, so nothing is ever copied; situations in which
-a peer decides alike have one number, and what an input does to them is computed once.
+A peer's situation is a value, `Situation`. An input (a message, a timeout, a restart) produces a new
+situation and messages. Machines are rebuilt from their inputs, so nothing is ever copied. Situations in which
+a peer decides alike share one number, and the effect of an input on them is computed once.
 """
 
 from __future__ import annotations
@@ -21,13 +21,7 @@ from averaging.allreduce.logic import effects as do
 from averaging.allreduce.logic import events as on
 from averaging.allreduce.logic.machine import RoundMachine
 from averaging.allreduce.logic.setup import RoundSetup
-from averaging.allreduce.logic.values import (
-    CallFailure,
-    Inventory,
-    InventoryQuestion,
-    RoundState,
-    Statement,
-)
+from averaging.allreduce.logic.values import CallFailure, Inventory, InventoryQuestion, RoundState, Statement
 from averaging.allreduce.logic.versions import Version, encode_places
 from averaging.history.certificate import Proposal, Vote, vote_statement
 from averaging.history.chain import Chain, Relation
@@ -47,14 +41,14 @@ CODEC: Final = find("float32")
 NUMEL: Final = 1024  # elements of a chunk, of which every member reduces one
 CHUNK_BYTES: Final = 4 * NUMEL
 ROUND_S: Final = 30.0
-TICK_S: Final = 2.5  # longer than every time for which a round waits before it votes
+TICK_S: Final = 2.5  # longer than all waits of a round before it votes
 TICKS_MAX: Final = 1  # before the deadline
 _LIVE_MAX: Final = 2000
 QUESTIONS: Final = 100  # numbers of questions for inventories, of each member
 
 
 class InvalidCommitError(AssertionError):
-    """A peer has committed with a certificate that nobody else accepts."""
+    """A peer has committed with a certificate that no other peer accepts."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +69,7 @@ class GroupAttempt:
 
 @dataclass(frozen=True)
 class Message:
-    """Something that is under way from one peer to another, or that a peer waits for."""
+    """A message in transit from one peer to another, or one that a peer waits for."""
 
     kind: str  # a call by the name of its effect, the answer to one, or a part of a stream
     sender: int
@@ -90,7 +84,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Round:
-    """A round as one peer has it: what its machine was given, and when."""
+    """A round of one peer: the inputs of its machine, with their times."""
 
     attempt: GroupAttempt
     log: tuple[tuple[float, on.Event | None], ...] = ()  # None: a tick
@@ -102,7 +96,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Situation:
-    """One peer's process. Nothing in it is ever changed."""
+    """The immutable state of one peer's process."""
 
     lineage: Lineage
     rounds: tuple[Round, ...] = ()
@@ -117,7 +111,7 @@ class Situation:
         return next((one for one in self.rounds if one.attempt.number == attempt), None)
 
     def unresolved(self) -> list[Round]:
-        """Return the rounds on this head of which this peer does not know how they ended, and must."""
+        """Return the rounds on this head whose result this peer does not know but needs."""
         return [
             one
             for one in self.rounds
@@ -157,7 +151,7 @@ def _setup_of(attempt: GroupAttempt, own: int) -> RoundSetup:
     )
 
 
-# machines of rounds that were gone on with last, by the round's identity: the others are made again
+# machines of recently continued rounds, by the round's identity; others are rebuilt
 _live: OrderedDict[int, tuple[Round, RoundMachine]] = OrderedDict()
 
 
@@ -182,7 +176,7 @@ def reading(one: Round, own: int) -> RoundMachine:
 
 
 def _take(one: Round, own: int) -> RoundMachine:
-    """Return the machine of a round, with all that it was given, to go on with."""
+    """Return the machine of a round with all its inputs applied, to continue with it."""
     if id(one) in _live:
         return _live.pop(id(one))[1]
     machine = RoundMachine(_setup_of(one.attempt, own))
@@ -223,10 +217,13 @@ def digest(text: str) -> bytes:
 class Turn:
     """The work of one peer because of one input: it drives the machine as `RoundDriver` does."""
 
-    def __init__(self, peer: int, signer: StandInIdentity, local: Situation, attempt: int) -> None:
+    def __init__(
+        self, peer: int, signer: StandInIdentity, local: Situation, attempt: int, *, marks: bool
+    ) -> None:
+        """`marks`: rounds get marks by which equal ones are found."""
         found = local.round_of(attempt)
         assert found is not None
-        self.peer, self.signer, self.local = peer, signer, local
+        self.peer, self.signer, self.local, self._marks = peer, signer, local, marks
         self.round, self.lineage = found, local.lineage
         self.machine = _take(found, peer)
         self.own = found.attempt.place(peer)
@@ -256,7 +253,7 @@ class Turn:
         self._drain()
 
     def feed(self, event: on.Event) -> None:
-        """Give the machine an event, and do what it wants done."""
+        """Pass an event to the machine, and perform its effects."""
         self._events.append(event)
         self._drain()
 
@@ -267,7 +264,7 @@ class Turn:
             self._log.append((self._now_s, event))
             try:
                 effects = self.machine.step(event, self._now_s)
-            except PeerError:  # what a liar said; it is refused
+            except PeerError:  # a liar's message, which is refused
                 effects = []
             for effect in effects:
                 self._perform(effect)
@@ -388,7 +385,9 @@ class Turn:
     # ---- the end of the turn
 
     def end(self) -> TurnResult:
-        """Return what has become of the peer: a round that has ended moves its history, or frees its vote."""
+        """Return the resulting situation: a round that has ended extends the history, or releases the
+        vote.
+        """
         finish = self.machine.finished
         was_running = self.round.finish is None
         ended = replace(
@@ -397,7 +396,7 @@ class Turn:
             now_s=self._now_s,
             finish=finish,
             opened=tuple(sorted(self._opened)),
-            mark=mark_of(self.machine),
+            mark=mark_of(self.machine) if self._marks else None,
         )
         _keep(ended, self.machine)
         lineage = self.lineage
@@ -455,7 +454,9 @@ def endorse(
     return replace(local, lineage=lineage), vote_of(signer, proposal, result)
 
 
-def told(local: Situation, peer: int, attempt: int, statement: Statement) -> Situation:
+def count_named_votes(
+    local: Situation, peer: int, attempt: int, statement: Statement, *, marks: bool
+) -> Situation:
     """Count the votes that a member names after a round has ended here, as `resolve` does."""
     found = local.round_of(attempt)
     assert found is not None
@@ -465,7 +466,8 @@ def told(local: Situation, peer: int, attempt: int, statement: Statement) -> Sit
         machine.step(event, found.now_s)
     except PeerError:
         return local
-    heard = replace(found, log=(*found.log, (found.now_s, event)), mark=mark_of(machine))
+    log, mark = (*found.log, (found.now_s, event)), mark_of(machine) if marks else None
+    heard = replace(found, log=log, mark=mark)
     _keep(heard, machine)
     lineage = local.lineage
     if machine.votes.tally.is_dead():
@@ -480,7 +482,7 @@ def _copied(lineage: Lineage) -> Lineage:
 
 
 def caught_up(local: Situation, chain: Chain) -> Situation | None:
-    """Return what becomes of a peer that compares its history with this one, and fetches the state."""
+    """Return the situation of a peer after it compares its history with this one and fetches the state."""
     lineage = _copied(local.lineage)
     if lineage.relation(chain) not in (Relation.AHEAD, Relation.WINS):
         return None

@@ -1,9 +1,9 @@
-"""Every way in which a few peers can go through two rounds: the exploration, the random walk, and what must
-hold in every state (docs/reliability.md).
+"""Exploration of all ways in which a few peers can go through two rounds, random walks, and the properties
+that must hold in every state (docs/reliability.md).
 
-Whatever was signed can be put together by somebody, so two certificates for one head that can be made of all
-votes that were ever signed are a fork. A liar can make one where no honest peer needs to vote twice; then its
-own signatures must prove it.
+Some peer may collect all signatures. Two certificates for one head that can be made of all votes ever signed
+are therefore a fork. A liar can cause one without any honest peer voting twice; then the liar's signatures
+must prove it.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _MESSAGES_MAX: Final = 2000  # that these send in one turn
 
 
 class StuckError(AssertionError):
-    """Peers without faults did not go on. The message lists the steps."""
+    """Peers without faults made no progress. The message lists the steps."""
 
 
 @dataclass
 class RoundFigures:
-    """The numbers of what was explored."""
+    """Counts of the explored states."""
 
     states: int = 0
     steps: int = 0
     certified: int = 0  # states in which every head that the setting allows can be certified
     proved: int = 0  # states with a fork that the liar's signatures prove
-    healed: int = 0  # states from which peers without faults went on
+    healed: int = 0  # states from which peers without faults made progress
     turns_most: int = 0  # until they had
     breaks: int = 0  # of these, with a break: votes of unknown outcome, or restarts, bind a quorum
 
@@ -52,8 +52,8 @@ class Checks:
         self._certified: dict[tuple[int, int], dict[bytes, list[tuple[int, bytes, int]]]] = {}
 
     def certified(self, signed: int) -> dict[bytes, list[tuple[int, bytes, int]]]:
-        """Return what these votes certify, by head: attempt, result, voters as bits. The liar votes for all
-        that anybody votes for. Breaks are left out: they say that they are no quorum's.
+        """Return what these votes certify, by head: attempt, result, voters as bits. The liar votes for every
+        result that has a vote. Breaks are left out, because they declare that they lack a quorum.
         """
         steps, liar = self.steps, self.steps.setting.liar
         key = (signed, len(steps.tables.attempts))
@@ -102,9 +102,9 @@ class Checks:
     # ---- progress
 
     def heal(self, state: State) -> State:
-        """End all faults, silence the liar, and let everybody go on. Return the state then. Raise StuckError
-        when the honest peers do not soon have one head and commit a round together, with a break where votes
-        bind a quorum.
+        """End all faults, silence the liar, and let all peers continue. Return the resulting state. Raise
+        StuckError if the honest peers do not soon share one head and commit a round together (with a break if
+        votes bind a quorum).
         """
         steps = self.steps
         honest = steps.tables.honest
@@ -185,7 +185,7 @@ class Checks:
 
 def explore(setting: RoundSetting, *, heal_every: int = 1) -> RoundFigures:
     """Visit every state, and check that from every one that is a multiple of `heal_every` peers without
-    faults go on. Raise ForkError or StuckError with the steps that lead there.
+    faults continue. Raise ForkError or StuckError with the steps that lead there.
     """
     steps = RoundSteps(RoundTables(setting))
     checks = Checks(steps)
@@ -204,7 +204,7 @@ def explore(setting: RoundSetting, *, heal_every: int = 1) -> RoundFigures:
         except (ForkError, StuckError) as error:
             raise type(error)(f"{error}\n{setting}\n{_story(before, state)}") from None
         if not goes_on:
-            continue  # what follows from a fork is no news
+            continue  # successors of a fork are not explored
         for step in steps.after(state):
             for after in step.act():
                 report.steps += 1
@@ -218,9 +218,9 @@ def explore(setting: RoundSetting, *, heal_every: int = 1) -> RoundFigures:
 
 def walk(setting: RoundSetting, seed: int, count: int, *, heal_every: int = 100) -> RoundFigures:
     """Take `count` steps at random. After `heal_every`, or when nothing can happen any more, peers without
-    faults must go on.
+    faults must continue.
     """
-    steps, chance = RoundSteps(RoundTables(setting)), Chance("rounds", seed)
+    steps, chance = RoundSteps(RoundTables(setting, merges=False)), Chance("rounds", seed)
     checks = Checks(steps)
     state, story = steps.tables.start(), []
     report = checks.report

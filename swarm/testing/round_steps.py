@@ -1,9 +1,9 @@
-"""The steps of the model check of rounds: what can happen next to a few peers with the real machines.
+"""The steps of the model check of rounds: all possible next events of a few peers with the real machines.
 
 Each head of the history may be extended by given groups. In any order peers begin a round, their messages
 arrive, are lost or refused, time passes, a peer restarts from this head or an older one, and a liar gives
 each member another average and signs every vote. Undelivered messages and lost ones together are every cut of
-the network, also in one direction. The parts of a stream arrive first, because nobody votes before them.
+the network, also in one direction. The parts of a stream arrive first, because no peer votes before them.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from swarm.testing.round_peers import (
     TurnResult,
     average,
     caught_up,
+    count_named_votes,
     endorse,
     reading,
     state_of,
-    told,
     vote_of,
 )
 from swarm.testing.round_tables import RoundTables, State
@@ -43,7 +43,7 @@ _ANSWERS: Final = ("told", "inventory", "endorsed")
 
 
 class Step(NamedTuple):
-    """Something that can happen: `act` returns what can come of it, perhaps nothing."""
+    """A possible event. `act` returns its possible results, perhaps none."""
 
     text: str
     act: Callable[[], Iterable[State]]
@@ -66,7 +66,8 @@ class RoundSteps:
         place = state.places[peer]
         whole = (peer, place, attempt, *key)
         if whole not in self._turns:
-            turn = Turn(peer, self.tables.signers[peer], self.tables.locals[place], attempt)
+            local, marks = self.tables.locals[place], self.tables.merges
+            turn = Turn(peer, self.tables.signers[peer], local, attempt, marks=marks)
             act(turn)
             self._turns[whole] = self._concluded(peer, turn.end())
         return self._moved(state, peer, attempt, *self._turns[whole])
@@ -107,7 +108,7 @@ class RoundSteps:
         return back and (one.kind == "told" or (cancels and one.kind in _ANSWERS))
 
     def _without_idle(self, state: State, peer: int, attempt: int) -> State:
-        """Drop what nobody waits for once a round has ended for a peer."""
+        """Drop messages that have no effect once a round has ended for a peer."""
         found = self.tables.local(state, peer).round_of(attempt)
         if found is None or found.finish is None:
             return state
@@ -125,7 +126,7 @@ class RoundSteps:
     # ---- steps
 
     def after(self, state: State) -> Iterator[Step]:
-        """Return what can happen next."""
+        """Return the possible next steps."""
         eager = next((one for one in sorted(state.messages) if self._is_due(state, one)), None)
         busy = set()  # peers that something still comes to, and those that it comes from
         for number in sorted(state.messages) if eager is None else [eager]:
@@ -230,7 +231,7 @@ class RoundSteps:
         yield self._turn(state, peer, running.attempt.number, ("tick",), Turn.tick)
 
     def _timed_out(self, state: State, peer: int) -> Iterator[State]:
-        """Let a peer's round end without what is still under way to it."""
+        """Let a peer's round end without the messages in transit to it."""
         while self.tables.local(state, peer).running is not None:
             (state,) = self.ticked(state, peer)
         yield state
@@ -278,7 +279,9 @@ class RoundSteps:
                 return
             statements = [reading(found, other).votes.statement()]
         for statement in statements:
-            made = told(self.tables.local(state, peer), peer, number, statement)
+            made = count_named_votes(
+                self.tables.local(state, peer), peer, number, statement, marks=self.tables.merges
+            )
             place = self.tables.place(peer, made)
             if place != state.places[peer]:
                 heard = state.heard | self._heard(number, statement)
@@ -326,8 +329,8 @@ class RoundSteps:
             return self._fetched(state, message)
         if kind == "told":
             heard = state.heard | self._heard(number, body)
-            event_told = on.VotesAnswered(back, body)
-            return self._fed(state._replace(heard=heard), message.receiver, number, key, event_told)
+            votes_event = on.VotesAnswered(back, body)
+            return self._fed(state._replace(heard=heard), message.receiver, number, key, votes_event)
         if kind == "inventory":
             answered = on.InventoryAnswered(back, *body)
             return self._fed(state, message.receiver, number, key, answered)

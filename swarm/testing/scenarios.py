@@ -2,7 +2,8 @@
 
     python -m swarm.testing.scenarios --seed 7 --peers 60 --hours 1 --scenario storm
 
-The scenario `training` is a whole swarm that trains (`swarm.testing.training_scenarios`). Any other one is a
+The scenario `training` is a whole swarm that trains (`swarm.testing.training_scenarios`), in the mode that
+the seed decides, and `training-MODE` one in that mode. Any other one is a
 swarm of production DHT peers, a workload of many writers, a schedule of faults, and the checkers; all of it
 follows from the seed. It proceeds in rounds: ten minutes of faults, then a time without faults, in which the
 swarm must heal within `settle_s`; then every stored entry that has not expired must be found. A failure is
@@ -28,7 +29,7 @@ from swarm.testing.dht_swarm import DhtSwarm
 from swarm.testing.faults import FaultConfig, Faults
 from swarm.testing.network import LinkConfig, SimulatedNetwork
 from swarm.testing.training_scenarios import (
-    TRAINING,
+    TRAININGS,
     ScenarioFigures,
     TrainingFailed,
     TrainingScenario,
@@ -253,7 +254,7 @@ class _Run:
 @click.option("--peers", default=200, show_default=True)
 @click.option("--hours", default=2.0, show_default=True, help="Virtual hours to simulate.")
 @click.option(
-    "--scenario", default="storm", show_default=True, type=click.Choice(sorted((*SCENARIOS, TRAINING)))
+    "--scenario", default="storm", show_default=True, type=click.Choice(sorted((*SCENARIOS, *TRAININGS)))
 )
 @click.option(
     "--rate", "operations_per_s", default=1.0, show_default=True, help="Operations a virtual second."
@@ -263,11 +264,12 @@ def main(seed: int, peers: int, hours: float, scenario: str, operations_per_s: f
     """Run a simulated swarm under faults. When a promise is broken, print the command that replays the run
     and exit with code 1.
     """
-    if scenario == TRAINING and seeds > 1:
-        _train_all([TrainingScenario(seed=seed + n, peers=peers, hours=hours) for n in range(seeds)])
-        return
-    if scenario == TRAINING:
-        _train(TrainingScenario(seed=seed, peers=peers, hours=hours))
+    if scenario in TRAININGS:
+        first = TrainingScenario(seed=seed, peers=peers, hours=hours, chosen_mode=TRAININGS[scenario])
+        if seeds > 1:
+            _train_all([replace(first, seed=seed + number) for number in range(seeds)])
+        else:
+            _train(first)
         return
     config = ScenarioConfig(
         seed=seed, peers=peers, hours=hours, name=scenario, operations_per_s=operations_per_s

@@ -1,14 +1,15 @@
-"""Members that turn bad and strangers that claim samples, in a simulated training: how many epochs a
-minute the honest peers still make.
+"""Hostile members, and strangers that claim samples, in a simulated training: the epochs per minute that the
+honest peers still complete.
 
-A bad member is a process of the swarm whose rounds, votes or groups are sabotaged. A stranger is less than a
-process: it answers what keeps it in the reports and groups of others, and does no work. Everything follows
-from the seed.
+A hostile member is a process of the swarm with manipulated rounds, votes or groups. A stranger is less than a
+process: it sends only the answers that keep it in the reports and groups of others, and does no work.
+Everything follows from the seed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -23,25 +24,32 @@ from averaging.matchmaking.service.exchange import GroupExchange
 from averaging.matchmaking.service.matchmaking_service import GroupService
 from averaging.matchmaking.service.presence import DhtPresence
 from averaging.optim.exchange import REPORT
-from averaging.optim.progress.logic.reports import SAMPLES_MAX
+from averaging.optim.progress.logic.reports import SAMPLES_MAX, ProgressReport
 from averaging.optim.reports import StepReport
 from swarm.core.errors import SwarmError
-from swarm.core.ids import Contact, PeerId
+from swarm.core.ids import Contact, Key, PeerId
+from swarm.dht.logic.records import Record, encode_value, signed
+from swarm.dht.service.overlay import STORE
+from swarm.dht.service.wire import record_to_wire
 from swarm.membership.ledger import MemberLedger
+from swarm.net.contacts import contact_to_wire
 from swarm.testing.chance import Chance
 from swarm.testing.checkers import Violations
 from swarm.testing.dht_swarm import service_of
-from swarm.testing.identities import remembered_signatures
-from swarm.testing.misdeeds import Misdeed, Saboteur, go_silent
+from swarm.testing.identities import SeededIdentity, remembered_signatures
 from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
+from swarm.testing.records import made_record
+from swarm.testing.sabotage import SabotageKind, Saboteur, go_silent
 from swarm.testing.training_checkers import HistoryLedger
 from swarm.testing.training_swarm import RUN, TrainingConfig, TrainingPeer, TrainingSwarm
 from swarm.testing.virtual_loop import collector_off, run_virtual
 from swarm.wire import state_pb2
+from swarm.wire.dht_pb2 import DhtStoreRequest
 
 _CLAIM_S = 1.0  # between two reports of a stranger, each to the next of its victims
 _CALL_S = 2.0
 _SEARCH_S = 48.0
+_RECORDS_AT_ONCE, _RECORDS_S, _RECORD_TTL_S = 8, 2.0, 15.0  # of a writer of records
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +57,15 @@ class Attack:
     """Settings of one simulated attack; equal settings give equal runs."""
 
     seed: int = 1
-    members: int = 4  # bad ones included
-    misdeed: Misdeed = "none"
+    members: int = 4  # all members, including hostile ones
+    sabotage: SabotageKind = "none"
     elements: int = 8192  # of the model; few: one member reduces them all
-    bad: int = 1  # members that commit the misdeed: the most senior ones but the first
+    bad: int = 1  # number of attackers: the most senior members except the first
     strangers: int = 0
+    writers: int = 0  # identities of one more peer that keep records of progress, and do nothing else
     victim_is_new: bool = False  # it joins when the attack begins
+    batch: int = 4  # samples of a step
+    compute_s: float = 1.0  # of a step
     epoch_s: float = 16.0  # of all members together
     calm_s: float = 40.0  # before the attack, after the founding
     minutes: float = 15.0  # of the attack
@@ -76,7 +87,7 @@ class AttackFigures:
 
 
 class Stranger:
-    """A peer that claims a number of samples that no computer can have, joins groups, and sends nothing."""
+    """A peer that claims an impossible number of samples, joins groups, and sends nothing."""
 
     def __init__(self, peer: SimulatedPeer, victims: Callable[[], list[TrainingPeer]]) -> None:
         """`victims` returns the honest processes."""
@@ -97,7 +108,7 @@ class Stranger:
         return state_pb2.ReportReply(claim=self._claim)
 
     def _follow(self, claim: state_pb2.Claim) -> None:
-        """Claim to be where an honest peer is."""
+        """Claim the epoch and head of an honest peer."""
         now_s = self._peer.clock.swarm_s()
         if claim.epoch >= self._claim.epoch:
             self._claim.epoch, self._claim.head = claim.epoch, claim.head
@@ -173,6 +184,34 @@ class Stranger:
         return size
 
 
+class RecordWriter:
+    """A peer that keeps records of progress as many identities, which name an address where nobody is."""
+
+    def __init__(self, peer: SimulatedPeer, identities: int) -> None:
+        self._peer = peer
+        self._identities = [SeededIdentity(f"writer {number}") for number in range(identities)]
+
+    async def run(self, victims: Callable[[], list[TrainingPeer]]) -> None:
+        """Write until cancelled. `victims` returns the honest processes."""
+        while True:
+            now_s = self._peer.clock.swarm_s()
+            report = ProgressReport(epoch=0, samples=1, rate=1.0, at_s=now_s, since_s=now_s)
+            value = encode_value({**report.encode(), "addresses": ["/ip4/203.0.113.9/tcp/9/tls/http"]})
+            records = [self._record(one, value, round(1e6 * now_s)) for one in self._identities]
+            for first in range(0, len(records), _RECORDS_AT_ONCE):
+                some = [record_to_wire(one) for one in records[first : first + _RECORDS_AT_ONCE]]
+                request = DhtStoreRequest(sender=contact_to_wire(self._peer.contact), records=some)
+                for victim in victims():
+                    with contextlib.suppress(SwarmError):
+                        await self._peer.caller.call(victim.peer.contact, STORE, request, timeout_s=_CALL_S)
+            await asyncio.sleep(_RECORDS_S)
+
+    def _record(self, identity: SeededIdentity, value: bytes, now_us: int) -> Record:
+        key, writer = Key(f"run.{RUN}", "progress"), identity.peer_id
+        record = made_record(key, value, writer, now_us, ttl_s=_RECORD_TTL_S, subkey=str(writer))
+        return signed(record, identity)
+
+
 def run_attack(attack: Attack) -> AttackFigures:
     """Run one attack in virtual time."""
     with collector_off(), remembered_signatures():
@@ -197,14 +236,17 @@ class _AttackRun:
         async with asyncio.TaskGroup() as group:
             swarm = self._swarm = TrainingSwarm(self._network, self._config(), self._on_step, group)
             for _ in range(attack.members):
-                await swarm.add(batch=4, compute_s=1.0)
+                await swarm.add(batch=attack.batch, compute_s=attack.compute_s)
             await self._found(attack.calm_s)
             began_s, self._members = loop.time(), frozenset(swarm.live)
             if attack.victim_is_new:
-                await swarm.add(batch=4, compute_s=1.0)
+                await swarm.add(batch=attack.batch, compute_s=attack.compute_s)
             peers = [self._network.peer() for _ in range(attack.strangers)]
             strangers = [group.create_task(self._strange(peer)) for peer in peers]
-            if attack.misdeed != "none":
+            if attack.writers:
+                writer = RecordWriter(self._network.peer(), attack.writers)
+                strangers.append(group.create_task(writer.run(self._honest)))
+            if attack.sabotage != "none":
                 self._turn_bad()
             for number in itertools.count(1):
                 await asyncio.sleep(2.0)
@@ -223,13 +265,15 @@ class _AttackRun:
         """Train in short epochs until no stranger becomes an elector at once any more, then in long ones."""
         while len(self._ledger.certificates) <= FOUNDING_MAX:  # noqa: ASYNC110 - virtual time
             await asyncio.sleep(1.0)
+        attack = self._attack
         for one in self._honest():
             assert one.optimizer is not None
-            one.optimizer.set_target(round(4 * self._attack.members * self._attack.epoch_s))
+            one.optimizer.set_target(round(attack.batch / attack.compute_s * attack.members * attack.epoch_s))
         await asyncio.sleep(calm_s)
 
     def _config(self) -> TrainingConfig:
-        return TrainingConfig(target_batch_size=4 * self._attack.members, elements=self._attack.elements)
+        target = self._attack.batch * self._attack.members
+        return TrainingConfig(target_batch_size=target, elements=self._attack.elements)
 
     def _electors(self, electors: Sequence[PeerId]) -> tuple[int, ...]:
         return tuple(peer.index for peer in self._network.peers.values() if peer.peer_id in electors)
@@ -243,13 +287,15 @@ class _AttackRun:
             self._ledger.read(one, asyncio.get_running_loop().time())
 
     def _turn_bad(self) -> None:
-        """Turn the most senior members but the first bad; their victim is the most junior of the others."""
+        """Make the most senior members except the first hostile; their victim is the most junior of the
+        others.
+        """
         everybody = list(self._swarm.live.values())
         bad = everybody[1 : 1 + self._attack.bad]
         self._bad = frozenset(one.peer.peer_id for one in bad)
         self._victim = next(peer for peer in reversed(self._swarm.live) if peer not in self._bad)
         for one in bad:
-            Saboteur(one, self._attack.misdeed, self._victim).begin()
+            Saboteur(one, self._attack.sabotage, self._victim).begin()
 
     def _faults(self) -> int:
         """Return how many faults of honest members are in the ledgers of honest members."""

@@ -23,10 +23,10 @@ from swarm.testing.dht_swarm import SwarmMember
 from swarm.testing.training_swarm import RUN, TrainingPeer
 from swarm.wire import state_pb2
 
-# a peer that commits a moment later than others is at most the certificates of one epoch behind them: that of
-# the epoch and that of the round over its state; the second epoch is the promise
+# A peer that commits a moment later than others is at most the certificates of one epoch behind them: that of
+# the epoch and that of the round over its state. The promise is two epochs
 _BEHIND_MAX = 4
-# a round that has begun may still make a first certificate this long after another one was made
+# for this long after a first certificate, a round in progress may still make another one
 _KNOWN_S = 15.0
 # peers of two sides of a cut have found one another in the DHT this long after its end
 _MET_AGAIN_S = 30.0
@@ -85,7 +85,7 @@ class HistoryLedger:
                 self._violations.add(now_s, f"peer {one.index} holds an invalid certificate: {error}")
         known = self._following.setdefault(before, {})
         without_break = [other for other in known.values() if not other.proposal.is_break]
-        if before == self._genesis:  # nobody decides about the first certificate: docs/reliability.md
+        if before == self._genesis:  # no quorum decides about the first certificate (docs/reliability.md)
             self.foundings += bool(known)
             self.second_founding = certificate if known else None
         elif without_break and not certificate.proposal.is_break:
@@ -133,14 +133,15 @@ class TrainingChecks:
         self.limits = CheckLimits(violations, default_max=_TABLES_MAX)
         self.steps = self.epochs = self.rounds_failed = self.resynchronised = self.given_up = 0
         self.longest_step_s = 0.0
-        self.longest_pause_s = 0.0  # of a side with a quorum, beyond the time of an epoch
+        self.longest_pause_s = 0.0  # longest pause of a side with a quorum, beyond the time of an epoch
         self.misled = 0  # states of liars that honest peers took
         self.liars: set[PeerId] = set()
         self.faults_s = -math.inf  # when the last fault ended
-        self._misled: WeakSet[TrainingPeer] = WeakSet()  # who took a liar's state last
+        self._misled: WeakSet[TrainingPeer] = WeakSet()  # peers that last downloaded a liar's state
         self._digests: dict[str, set[str]] = {}  # by head: of the states that honest peers made
         self._contacts = _Contacts()
         self._carried: WeakKeyDictionary[TrainingPeer, int] = WeakKeyDictionary()
+        self._behind: WeakKeyDictionary[TrainingPeer, int] = WeakKeyDictionary()  # in a round behind training
         self._states: dict[str, tuple[bytes, int]] = {}  # by head: the parameters, and who had them first
 
     def on_step(self, one: TrainingPeer, report: StepReport, seconds: float) -> None:
@@ -162,8 +163,9 @@ class TrainingChecks:
             self._digests.setdefault(one.optimizer.history_head, set()).add(one.optimizer.state_digest()[1])
         if loaded is not None and loaded.loaded:
             self._check_donors(one, loaded, now_s)
+        assert one.optimizer is not None
         # a state of local steps is this peer's own again when progress is carried over to what was loaded
-        if report.stepped or (loaded is not None and loaded.loaded and one.config.mode == "gradients"):
+        if report.stepped or (loaded is not None and loaded.loaded and one.optimizer.mode == "gradients"):
             self._check_state(one, now_s)
 
     def _check_samples(self, one: TrainingPeer, report: StepReport, now_s: float) -> None:
@@ -173,12 +175,18 @@ class TrainingChecks:
         if before is None:
             return
         contributed = report.contributed if report.stepped else 0
-        if before + one.batch != contributed + report.accumulated + report.dropped:
+        behind = self._behind.get(one, 0)
+        now_behind = before + one.batch + behind - contributed - report.accumulated - report.dropped
+        self._behind[one] = now_behind
+        may_be_behind = {0}
+        if one.overlaps:  # the same round goes on, or the next one has begun, after that one or instead of it
+            may_be_behind |= {behind, before + one.batch, before + one.batch + behind}
+        if now_behind not in may_be_behind:
             self.violations.add(
                 now_s,
-                f"peer {one.index}: {before} samples were carried and {one.batch} trained; {contributed} "
-                f"were contributed, {report.accumulated} are carried, {report.dropped} reported as dropped "
-                f"({report.reason})",
+                f"peer {one.index}: {before} samples were carried and {one.batch} trained, {behind} were in "
+                f"a round; {contributed} were contributed, {report.accumulated} are carried, {now_behind} "
+                f"are in a round, {report.dropped} reported as dropped ({report.reason})",
             )
         averaged = report.round if report.round is not None and not report.round.failed else None
         if averaged is not None and contributed and not averaged.contributions.get(one.peer.peer_id):
@@ -187,9 +195,9 @@ class TrainingChecks:
             )
 
     def _check_donors(self, one: TrainingPeer, loaded: LoadResult, now_s: float) -> None:
-        """A liar's state is not taken where more than half of the electors are honest and can be asked, which
-        faults may prevent. A liar may give the true state: it lies from its next step on, and in modes with
-        local steps it gives what the last round made.
+        """A liar's state must not be loaded if more than half of the electors are honest and reachable. A
+        liar may send the true state: it lies only from its next step on, and in modes with local steps it
+        sends the result of the last round.
         """
         self._misled.discard(one)
         assert one.optimizer is not None
@@ -215,7 +223,10 @@ class TrainingChecks:
             made = certificate.proposal
             if made.kind is not RoundKind.STATE or one.peer.peer_id not in made.contributors:
                 return
-        values = one.parameters[0].detach().numpy().tobytes()
+        if one.overlaps and one.optimizer.mode != "gradients":  # parameters have progress of this peer alone
+            values = bytes.fromhex(one.optimizer.state_digest()[1])
+        else:
+            values = one.parameters[0].detach().numpy().tobytes()
         known, first = self._states.setdefault(one.optimizer.history_head, (values, one.index))
         if known != values:
             self.violations.add(
@@ -241,14 +252,14 @@ class TrainingChecks:
                     )
 
     def watch(self, live: Collection[TrainingPeer], now_s: float) -> None:
-        """Check what holds at any time: certificates, deadlines, sizes."""
+        """Check properties that hold at any time: certificates, deadlines, sizes."""
         self._contacts.watch(live, self.ledger, now_s)
         for one in live:
             self.ledger.read(one, now_s)
             self._check_founding(live, now_s)
             if one.stepping_since_s is not None and now_s - one.stepping_since_s > self._step_s_max:
                 self.violations.add(
-                    now_s, f"peer {one.index} is in one step since {one.stepping_since_s:.1f} s"
+                    now_s, f"peer {one.index} has been in one step since {one.stepping_since_s:.1f} s"
                 )
             tasks = len(one.peer.supervisor.running) + len(one.peer.handling)
             if tasks > _TASKS_MAX:
@@ -314,7 +325,7 @@ class _Contacts:
         self._lost_s = WeakKeyDictionary()
 
     def watch(self, live: Collection[TrainingPeer], ledger: HistoryLedger, now_s: float) -> None:
-        """Record the present moment."""
+        """Record the current state of the contacts."""
         for one in live:
             if one.optimizer is not None and bytes.fromhex(one.optimizer.history_head) in ledger.certificates:
                 self._certificate_s.setdefault(one, now_s)

@@ -13,8 +13,8 @@ from swarm.testing.chance import Chance
 from swarm.testing.training_checkers import TrainingChecks
 from swarm.testing.training_swarm import TrainingPeer, TrainingSwarm
 
-# longest pause of the side of a cut that has a quorum: the epoch that was running, of which the samples of
-# the other side are lost, and one failed round
+# longest pause of the side of a cut with a quorum: the running epoch, which loses the samples of the other
+# side, and one failed round
 _EPOCHS_MAX = 2.0
 _FAILED_ROUND_S = 30.0
 _PEERS_MIN = 2  # that faults leave alive
@@ -49,7 +49,9 @@ class TrainingFaults:
         say: Callable[[str], None],
         group: asyncio.TaskGroup,
     ) -> None:
-        """`group`: the parent of what ends the faults. `say` is told of each fault, in a line of text."""
+        """`group`: parent of the tasks that end faults. `say` is called with a line of text for each
+        fault.
+        """
         self._swarm, self._network, self._checks = swarm, swarm.network, checks
         self._chance, self._config, self._say, self._group = chance, config, say, group
         self._link = swarm.network.config
@@ -79,7 +81,7 @@ class TrainingFaults:
         """Begin one fault of a kind of `FAULTS`. Raise ValueError for any other."""
         self.counts[kind] += 1
         self._checks.faults_s = math.inf
-        self._cut = None  # the pauses of its sides are judged while one cut is the only fault
+        self._cut = None  # pauses are checked only while a single cut is the only fault
         lasting_s = self._config.lasting_s * (0.1 + 1.9 * self._chance.random())
         if kind in ENDS:
             await self._end_some(kind, lasting_s)
@@ -148,7 +150,7 @@ class TrainingFaults:
         self._later(lasting_s, lambda: self._network.heal(cut))
 
     def check_pauses(self) -> None:
-        """Check that the side of a cut with a quorum goes on."""
+        """Check that the side of a cut with a quorum continues."""
         if self._cut is not None:
             self._cut.check(asyncio.get_running_loop().time())
 

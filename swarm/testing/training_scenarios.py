@@ -1,7 +1,7 @@
 """Simulated trainings under faults, checked throughout: `make sim SCENARIO=training SEED=7`.
 
-Peers begin, a time of faults follows, then one without; within a minute of it all peers must have one history
-again, and train on. This repeats until the time is over. Everything follows from the seed.
+After the start, periods with and without faults alternate until the time is over. Within a minute after the
+faults all peers must share one history again and continue to train. Everything follows from the seed.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from averaging.optim.modes import ModeSettings
+from averaging.optim.modes.settings import Diloco, Gradients, Local
 from swarm.testing.chance import Chance
 from swarm.testing.checkers import Violations
 from swarm.testing.identities import remembered_signatures
@@ -31,7 +33,16 @@ from swarm.testing.training_swarm import TrainingConfig, TrainingPeer, TrainingS
 from swarm.testing.virtual_loop import collector_off, run_virtual
 
 TRAINING = "training"
-MODES = ("gradients", "local", "gradients", "diloco")  # by seed
+MODES: dict[str, ModeSettings] = {
+    "gradients": Gradients(),
+    "gradients-delayed": Gradients(delayed=True),
+    "local": Local(),
+    "diloco": Diloco(),
+    "diloco-streaming": Diloco(streaming=2),
+}
+# names of the scenario: in the mode that the seed decides, and in each mode
+TRAININGS: dict[str, str | None] = {TRAINING: None, **{f"{TRAINING}-{mode}": mode for mode in MODES}}
+MODES_BY_SEED = ("gradients", "local", "gradients", "diloco")
 _LIARS_SHARE = 5  # every fifth peer of every third run lies
 _LIARS_EVERY = 3
 SEEDS_PER_PROCESS = 20
@@ -55,11 +66,12 @@ class TrainingScenario:
     hours: float = 0.1
     faults_s: float = 150.0  # duration of the faults of each round
     kinds: tuple[str, ...] = FAULTS
+    chosen_mode: str | None = None  # of `MODES`; None: the seed decides
 
     @property
-    def mode(self) -> str:
+    def mode(self) -> ModeSettings:
         """Return the mode of the optimizer."""
-        return MODES[self.seed % len(MODES)]
+        return MODES[self.chosen_mode or MODES_BY_SEED[self.seed % len(MODES_BY_SEED)]]
 
     @property
     def liars(self) -> int:
@@ -69,7 +81,8 @@ class TrainingScenario:
     @property
     def replay(self) -> str:
         """Return the command that runs the same scenario again."""
-        return f"make sim SEED={self.seed} PEERS={self.peers} HOURS={self.hours:g} SCENARIO={TRAINING}"
+        name = f"{TRAINING}-{self.chosen_mode}" if self.chosen_mode else TRAINING
+        return f"make sim SEED={self.seed} PEERS={self.peers} HOURS={self.hours:g} SCENARIO={name}"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,7 +95,7 @@ class ScenarioFigures:
     messages: int = 0
     epochs: int = 0  # certificates
     breaks: int = 0
-    foundings: int = 0  # first certificates beyond the first: newcomers that found nobody
+    foundings: int = 0  # second first certificates: newcomers that found no other peer
     steps: int = 0
     rounds_failed: int = 0
     resynchronised: int = 0
@@ -140,7 +153,7 @@ def run_trainings(
     when it has broken no promise.
 
     `run` returns that text of one scenario; None: it runs the training. `pool_of` makes a pool of that
-    number of workers. Each pool runs a limited number of scenarios, because what a process has used it keeps.
+    number of workers. Each pool runs a limited number of scenarios, because processes do not return memory.
     """
     workers = os.cpu_count() or 1
     # not `max_tasks_per_child`: Python 3.11 then hangs when a process has ended
@@ -214,8 +227,8 @@ class _TrainingRun:
             self._say("all faults have ended")
             healed_by_s = loop.time() + _HEAL_S
             await self._until(_HEAL_S, self._is_one)
-            await self._goes_on()
-            # it may have looked like one swarm, and a peer behind the others went on with another history
+            await self._continues()
+            # it may have looked like one swarm while a peer that was behind continued with another history
             await self._until(healed_by_s - loop.time(), self._is_one)
             for apart in self._checks.apart(self._live):
                 self._violations.add(loop.time(), apart)
@@ -230,7 +243,7 @@ class _TrainingRun:
         for number in range(missing):
             await self._faults.add(lies=number >= missing - liars)
 
-    async def _goes_on(self) -> None:
+    async def _continues(self) -> None:
         """Check that a healed swarm completes an epoch."""
         loop, certificates = asyncio.get_running_loop(), self._checks.ledger.certificates
         before = len(certificates)
@@ -251,7 +264,7 @@ class _TrainingRun:
         return all(one.optimizer is not None and one.optimizer.epoch > 0 for one in self._live)
 
     async def _until(self, limit_s: float, holds: Callable[[], bool]) -> None:
-        """Wait until something holds twice, one look after the other, at most `limit_s`."""
+        """Wait until a condition holds in two consecutive checks, at most `limit_s`."""
         end_s, held = asyncio.get_running_loop().time() + limit_s, False
         while asyncio.get_running_loop().time() < end_s:
             await asyncio.sleep(min(_WATCH_S, max(end_s - asyncio.get_running_loop().time(), 0.0)))

@@ -103,7 +103,7 @@ class GreenNode:
         return lambda: self._at_announced.remove(callback) if callback in self._at_announced else None
 
     def announce(self, contact: Contact) -> None:
-        """Be called in another way from now on."""
+        """Change the addresses or relays through which this peer is called."""
         self.peer.contact = contact
         for callback in list(self._at_announced):
             callback()
@@ -148,11 +148,17 @@ class TrainingPeer:
     given: int = 0  # samples of all steps
     leaving: bool = False
     hangs: bool = False  # its trainer makes no step, while its network answers
-    lies: bool = False  # it claims later epochs, and gives a state that is not that of its head
+    lies: bool = False  # it claims later epochs, and sends a state that does not belong to its head
 
     @property
     def index(self) -> int:
         return self.peer.index
+
+    @property
+    def overlaps(self) -> bool:
+        """Return whether rounds run while training goes on."""
+        mode = self.config.mode
+        return bool(getattr(mode, "delayed", False)) or getattr(mode, "streaming", 1) > 1
 
     def train(self) -> None:
         """Train until the peer leaves; the body of its green thread."""
@@ -201,7 +207,7 @@ class TrainingPeer:
         self.node.network.run(self.node.leave())
 
     def _claim_later_epochs(self, chance: Chance) -> None:
-        """Let this peer's records of progress name epochs that nobody has reached."""
+        """Let this peer's records of progress name epochs that no peer has reached."""
         service: Any = self.node.dht.service
         store = service.store
 
@@ -240,8 +246,8 @@ class TrainingSwarm:
         group: asyncio.TaskGroup,
         entry_points: Sequence[SimulatedPeer] = (),
     ) -> None:
-        """`group`: the parent of all processes. An exception of a trainer ends it: what the network does is
-        in reports. `entry_points`: peers that do not train, by which others enter.
+        """`group`: the parent of all processes. An exception of a trainer ends the group; network failures
+        are in reports. `entry_points`: peers that do not train, by which others enter.
         """
         self.network, self.config = network, config
         self._entry_points = tuple(entry_points)

@@ -1,5 +1,5 @@
 """An asyncio event loop in virtual time: services run in it unchanged, hours pass in seconds, and nothing
-really sleeps.
+sleeps.
 
     async def scenario() -> None:
         await asyncio.sleep(3600)          # returns at once; the loop's clock jumps
@@ -8,8 +8,8 @@ really sleeps.
 
 Time stands still while any task can run, and jumps to the next timer when none can. There are no sockets,
 threads or signals; `run_in_executor` runs its function on the loop, so that a pool (None is sufficient) costs
-no virtual time and changes no order. When every task waits and no timer is set, nothing can happen any more:
-`run_virtual` raises `Deadlock` instead of hanging.
+no virtual time and changes no order. When every task waits and no timer is set, `run_virtual` raises
+`Deadlock` instead of hanging.
 
 Callbacks run in the order in which they were scheduled, and timers of one moment in the order in which they
 were set. Tasks hash by their number, not by their address, so that iteration over a set of tasks (as in
@@ -168,6 +168,15 @@ def run_virtual(main: Coroutine[Any, Any, T], *, limit_s: float = 7 * 24 * 3600.
         gc.unfreeze()
 
 
+async def until(holds: Callable[[], bool], limit_s: float, every_s: float = 0.25) -> bool:
+    """Look every `every_s` seconds whether something holds. Return whether it did within `limit_s`."""
+    loop = asyncio.get_running_loop()
+    end_s = loop.time() + limit_s
+    while not (found := holds()) and loop.time() < end_s:  # noqa: ASYNC110 - virtual time
+        await asyncio.sleep(every_s)
+    return found
+
+
 @contextlib.contextmanager
 def collector_off() -> Iterator[None]:
     """Run the garbage collector only where the scenario calls it. It ends the coroutines of killed processes,
@@ -192,7 +201,7 @@ class VirtualClock:
         self.skew_s = skew_s
         self.drift = drift
         self.offset_s = 0.0
-        self.stopped_s: float | None = None  # as if the process, which goes on, stood still at this time
+        self.stopped_s: float | None = None  # the clock stands still at this time while the process continues
 
     def monotonic_s(self) -> float:
         return asyncio.get_running_loop().time() * (1.0 + self.drift)

@@ -1,4 +1,4 @@
-"""Every way in which the votes of one round can go, explored breadth-first.
+"""Breadth-first exploration of all orders of the votes of one round.
 
 A few electors stand at one head. Attempts at the next round are given, with their contributors. In any order
 a peer votes for its result or for none, an elector outside of an attempt endorses it or declines, statements
@@ -6,8 +6,8 @@ arrive or are lost (a statement that was sent may arrive at any later time, or n
 promises, say goodbye, and restart from this head or from an older one. Every peer decides with its real
 `Lineage` and `Tally`.
 
-The network is taken to be as hostile as it can be: whatever was sent can be put together by somebody. Two
-attempts that can both be certified from all statements that were sent are therefore a fork.
+The network is as hostile as possible: some peer may collect all statements that were sent. If two attempts
+can both be certified from these statements, this is a fork.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ForkError(AssertionError):
 
 @dataclass(frozen=True, order=True)
 class SignedStatement:
-    """Something that a peer has signed."""
+    """A statement that a peer has signed."""
 
     peer: int
     attempt: int  # or GOODBYE
@@ -70,8 +70,8 @@ class Setting:
     attempts: tuple[tuple[int, ...], ...]  # contributors of each attempt; higher numbers are newcomers
     restarts: int = 0
     goodbyes: tuple[int, ...] = ()  # electors that may leave
-    liar: int | None = None  # it has sent every vote that it can sign before the others begin
-    splits: bool = False  # members of one attempt may hold two different results: a reducer has lied
+    liar: int | None = None  # a peer that has sent every possible vote before the others begin
+    splits: bool = False  # members of one attempt may hold two different results, because a reducer has lied
     states_max: int = 3_000_000
 
     @property
@@ -92,7 +92,7 @@ class LocalState:
 
 @dataclass
 class ExplorationReport:
-    """The numbers of what was explored, and the forks."""
+    """Counts of the explored states, and the forks."""
 
     states: int = 0
     steps: int = 0
@@ -200,8 +200,9 @@ class VoteStates:
         return self._bits_of[attempt]
 
     def _useful(self, peer: int, local: LocalState) -> int:
-        """Return the statements that this peer may decide by: of the attempt that it is promised to, and the
-        votes that would make it endorse one. Others may as well arrive later.
+        """Return the statements that can influence this peer's decisions: those of the attempt to which it is
+        bound, and the votes that would make it endorse one. Others may arrive later without loss of
+        generality.
         """
         if local.gone or local.lineage.head != self.chain.last_head:
             return 0
@@ -250,7 +251,7 @@ class VoteStates:
         return self._places[key]
 
     def moves(self, peer: int, place: int) -> list[tuple[Step, int, int]]:
-        """Return the steps of a peer that need no message: what, its state after it, what it sends."""
+        """Return the steps of a peer that need no message: action, resulting state, sent statements."""
         if (peer, place) not in self._moves:
             found = []
             for step, local, sent in self._steps(peer, self._locals[place]):
@@ -275,7 +276,7 @@ class VoteStates:
         elif (caught_up := self._caught_up(local)) is not None:
             yield ("adopts the head", 0, 0), caught_up, 0
             if local.lineage.head == self.old.last_head:
-                yield ("goes on with a break", 0, 0), self._broken(peer, local), 0
+                yield ("continues with a break", 0, 0), self._broken(peer, local), 0
 
     def _votes(
         self, peer: int, local: LocalState, attempt: int, results: tuple[int, ...]
@@ -302,7 +303,7 @@ class VoteStates:
         return next((one for one in self.results if self.result(attempt, one) == majority), None)
 
     def _released(self, local: LocalState, lineage: Lineage, known: int, done: frozenset[int]) -> LocalState:
-        """Release every promise as soon as it can be: that allows a peer more."""
+        """Release every promise as soon as possible, which allows a peer the most."""
         for attempt in range(len(self.proposals)):
             tally = self.tally(attempt, known)
             if tally.votes and tally.is_dead():
@@ -336,7 +337,7 @@ class VoteStates:
         return self.place(peer, self._released(local, lineage, local.known | bit, local.done))
 
     def restarted(self, peer: int, place: int, chain: Chain) -> int:
-        """Return the state of a peer that lost everything but a checkpoint, and its identity."""
+        """Return the state of a peer that lost everything except a checkpoint and its identity."""
         local = self._locals[place]
         lineage = Lineage(RUN, self.ids[peer])
         lineage.adopt(chain)

@@ -148,7 +148,9 @@ class Workload:
                 self._expiry.read(member, entry, write, begun_s, begun_own_s)
                 found.add(write.number)
         missing = [
-            write for write in wanted if write.number not in found and write.lives(_now_s() + _GRACE_S)
+            write
+            for write in wanted
+            if write.number not in found and write.must_be_found(_now_s() + _GRACE_S)
         ]
         if wanted:
             self.counts.reads += 1

@@ -120,7 +120,7 @@ class ExpertCount(_message.Message):
     def __init__(self, uid: _Optional[str] = ..., schema_digest: _Optional[bytes] = ..., version: _Optional[int] = ..., head: _Optional[bytes] = ..., samples: _Optional[int] = ...) -> None: ...
 
 class ExpertRequest(_message.Message):
-    __slots__ = ("kind", "uid", "schema_digest", "batch", "tensors", "payload", "payload_bytes", "request_id", "version", "keep", "reply_codec", "reply_codec_version", "inputs_kept", "staleness_max")
+    __slots__ = ("kind", "uid", "schema_digest", "batch", "tensors", "payload", "payload_bytes", "request_id", "version", "keep", "reply_codec", "reply_codec_version", "inputs_kept", "staleness_max", "sequence_length")
     KIND_FIELD_NUMBER: _ClassVar[int]
     UID_FIELD_NUMBER: _ClassVar[int]
     SCHEMA_DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -135,6 +135,7 @@ class ExpertRequest(_message.Message):
     REPLY_CODEC_VERSION_FIELD_NUMBER: _ClassVar[int]
     INPUTS_KEPT_FIELD_NUMBER: _ClassVar[int]
     STALENESS_MAX_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_LENGTH_FIELD_NUMBER: _ClassVar[int]
     kind: ExpertPass
     uid: str
     schema_digest: bytes
@@ -149,7 +150,8 @@ class ExpertRequest(_message.Message):
     reply_codec_version: int
     inputs_kept: bool
     staleness_max: int
-    def __init__(self, kind: _Optional[_Union[ExpertPass, str]] = ..., uid: _Optional[str] = ..., schema_digest: _Optional[bytes] = ..., batch: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorHeader, _Mapping]]] = ..., payload: _Optional[bytes] = ..., payload_bytes: _Optional[int] = ..., request_id: _Optional[bytes] = ..., version: _Optional[int] = ..., keep: _Optional[bool] = ..., reply_codec: _Optional[int] = ..., reply_codec_version: _Optional[int] = ..., inputs_kept: _Optional[bool] = ..., staleness_max: _Optional[int] = ...) -> None: ...
+    sequence_length: int
+    def __init__(self, kind: _Optional[_Union[ExpertPass, str]] = ..., uid: _Optional[str] = ..., schema_digest: _Optional[bytes] = ..., batch: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorHeader, _Mapping]]] = ..., payload: _Optional[bytes] = ..., payload_bytes: _Optional[int] = ..., request_id: _Optional[bytes] = ..., version: _Optional[int] = ..., keep: _Optional[bool] = ..., reply_codec: _Optional[int] = ..., reply_codec_version: _Optional[int] = ..., inputs_kept: _Optional[bool] = ..., staleness_max: _Optional[int] = ..., sequence_length: _Optional[int] = ...) -> None: ...
 
 class TensorHeader(_message.Message):
     __slots__ = ("codec", "codec_version", "payload_bytes", "absent")

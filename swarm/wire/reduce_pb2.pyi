@@ -178,7 +178,7 @@ class VoteReply(_message.Message):
     def __init__(self, statement: _Optional[_Union[Statement, _Mapping]] = ...) -> None: ...
 
 class EndorseRequest(_message.Message):
-    __slots__ = ("run", "head", "epoch", "kind", "group_id", "contributors", "electors", "is_break", "result", "votes", "grid_rounds", "new_hour", "at_once", "seats", "known", "misses", "gone")
+    __slots__ = ("run", "head", "epoch", "kind", "group_id", "contributors", "electors", "is_break", "result", "votes", "grid_rounds", "new_hour", "at_once", "seats", "known", "misses", "gone", "samples")
     RUN_FIELD_NUMBER: _ClassVar[int]
     HEAD_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -196,6 +196,7 @@ class EndorseRequest(_message.Message):
     KNOWN_FIELD_NUMBER: _ClassVar[int]
     MISSES_FIELD_NUMBER: _ClassVar[int]
     GONE_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
     run: str
     head: bytes
     epoch: int
@@ -213,7 +214,8 @@ class EndorseRequest(_message.Message):
     known: bytes
     misses: bytes
     gone: bytes
-    def __init__(self, run: _Optional[str] = ..., head: _Optional[bytes] = ..., epoch: _Optional[int] = ..., kind: _Optional[int] = ..., group_id: _Optional[bytes] = ..., contributors: _Optional[_Iterable[bytes]] = ..., electors: _Optional[_Iterable[bytes]] = ..., is_break: _Optional[bool] = ..., result: _Optional[bytes] = ..., votes: _Optional[_Iterable[_Union[Vote, _Mapping]]] = ..., grid_rounds: _Optional[int] = ..., new_hour: _Optional[bool] = ..., at_once: _Optional[int] = ..., seats: _Optional[int] = ..., known: _Optional[bytes] = ..., misses: _Optional[bytes] = ..., gone: _Optional[bytes] = ...) -> None: ...
+    samples: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, run: _Optional[str] = ..., head: _Optional[bytes] = ..., epoch: _Optional[int] = ..., kind: _Optional[int] = ..., group_id: _Optional[bytes] = ..., contributors: _Optional[_Iterable[bytes]] = ..., electors: _Optional[_Iterable[bytes]] = ..., is_break: _Optional[bool] = ..., result: _Optional[bytes] = ..., votes: _Optional[_Iterable[_Union[Vote, _Mapping]]] = ..., grid_rounds: _Optional[int] = ..., new_hour: _Optional[bool] = ..., at_once: _Optional[int] = ..., seats: _Optional[int] = ..., known: _Optional[bytes] = ..., misses: _Optional[bytes] = ..., gone: _Optional[bytes] = ..., samples: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class EndorseReply(_message.Message):
     __slots__ = ("vote", "refusal")

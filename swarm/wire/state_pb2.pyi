@@ -133,3 +133,31 @@ class HistoryReply(_message.Message):
     declines: bool
     goodbyes: _containers.RepeatedCompositeFieldContainer[Goodbye]
     def __init__(self, chain: _Optional[bytes] = ..., declines: _Optional[bool] = ..., goodbyes: _Optional[_Iterable[_Union[Goodbye, _Mapping]]] = ...) -> None: ...
+
+class ReceiptRequest(_message.Message):
+    __slots__ = ("run", "certificates", "head", "signatures")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATES_FIELD_NUMBER: _ClassVar[int]
+    HEAD_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURES_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    certificates: int
+    head: bytes
+    signatures: _containers.RepeatedCompositeFieldContainer[ReceiptSignature]
+    def __init__(self, run: _Optional[str] = ..., certificates: _Optional[int] = ..., head: _Optional[bytes] = ..., signatures: _Optional[_Iterable[_Union[ReceiptSignature, _Mapping]]] = ...) -> None: ...
+
+class ReceiptSignature(_message.Message):
+    __slots__ = ("peer", "signature")
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    peer: bytes
+    signature: bytes
+    def __init__(self, peer: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
+
+class ReceiptReply(_message.Message):
+    __slots__ = ("receipt", "signatures")
+    RECEIPT_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURES_FIELD_NUMBER: _ClassVar[int]
+    receipt: bytes
+    signatures: _containers.RepeatedCompositeFieldContainer[ReceiptSignature]
+    def __init__(self, receipt: _Optional[bytes] = ..., signatures: _Optional[_Iterable[_Union[ReceiptSignature, _Mapping]]] = ...) -> None: ...

@@ -85,6 +85,44 @@ def test_a_contributor_that_sent_nothing_is_no_member(works: bool) -> None:
         assert standing.is_member(OTHER.peer_id, RUN)
 
 
+@pytest.mark.parametrize("contributes", [False, True])
+def test_a_fault_in_a_failed_round_is_forgotten_when_others_commit_the_head_without_this_peer(
+    contributes: bool,
+) -> None:
+    """Regression: a member of two that had voted for the round of a third one left this peer's, which blamed
+    it for 4 and then 16 rounds.
+    """
+    lineage, one = Lineage(RUN, OTHER.peer_id), ledger()
+    certify_alone(lineage, OTHER)
+    one.follow(lineage)
+    one.fault(OTHER.peer_id, "it lives, but has not begun this round", committed=False)
+    retried = one.precedence([OTHER.peer_id], passes_over=False)
+    assert retried.is_doubted(OTHER.peer_id)
+    proposal = lineage.propose(
+        epoch=2,
+        kind=RoundKind.EPOCH,
+        group_id=bytes(32),
+        contributors=[OTHER.peer_id, *([OWN.peer_id] if contributes else [])],
+        is_break=False,
+    )
+    tally = Tally(proposal, lineage.electors, lineage.register)
+    result = make_result(bytes(32), [], len(proposal.contributors))
+    for each in (OTHER, OWN)[: len(proposal.contributors)]:
+        signature = each.sign(vote_statement(proposal.digest(), result))
+        tally.add(Vote(voter=each.peer_id, result=result, signature=signature))
+    assert tally.certificate is not None
+    lineage.extend(tally.certificate)
+    one.follow(lineage)
+    after = one.precedence([OTHER.peer_id])
+    assert after.is_doubted(OTHER.peer_id) is after.is_passed_over(OTHER.peer_id) is contributes
+
+
+def test_a_fault_in_a_failed_round_counts_in_the_next_search_on_the_same_head() -> None:
+    one = ledger()
+    one.fault(OTHER.peer_id, "it stalled", committed=False)
+    assert one.precedence([OTHER.peer_id]).is_passed_over(OTHER.peer_id)
+
+
 def test_a_restarted_process_remembers_its_ledger(tmp_path: Path) -> None:
     path = tmp_path / "identity.ledger.r"
     one = ledger(path)

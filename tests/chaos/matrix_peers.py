@@ -1,4 +1,4 @@
-"""A peer for network namespaces that trains, hosts an expert, and does with others what it is told to."""
+"""A peer for network namespaces that trains, hosts an expert, and interacts with others on order."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A small internet in network namespaces: a public host, and hosts behind routers that translate addresses.
+"""An emulated internet in network namespaces: public hosts, and hosts behind NAT routers.
 
-It needs root and the programs `ip` and `nft`; `missing` says what is not there.
+It needs root and the programs `ip` and `nft`; `missing` names missing requirements.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ allow 1024-65535 0.0.0.0/0 1024-65535
 
 
 def missing() -> str:
-    """Return why there can be no namespaces here; empty if there can."""
+    """Return the reason why namespaces cannot be used here; empty if they can."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "network namespaces need Linux and root"
     programs = [program for program in ("ip", "nft") if shutil.which(program) is None]
@@ -123,9 +123,13 @@ def missing() -> str:
 
 
 class Internet:
-    """Hosts that are connected by one router. Every host has a /24 of public addresses to itself."""
+    """Hosts that are connected by one router. Every host has a /24 of public addresses to itself.
 
-    def __init__(self) -> None:
+    `round_trip_s`: how long a packet and its answer take between two hosts or their routers; 0: no time.
+    """
+
+    def __init__(self, round_trip_s: float = 0.0) -> None:
+        self._link_delay_s = round_trip_s / 4  # a packet passes two links each way
         self._prefix = f"swarm{os.getpid()}x{next(_numbers)}"
         self._namespaces: list[str] = []
         self._networks = itertools.count(1)
@@ -149,6 +153,8 @@ class Internet:
         for daemon in self._daemons:
             daemon.kill()
             daemon.wait(5.0)
+            if daemon.stdout is not None:
+                daemon.stdout.close()
         for name in reversed(self._namespaces):
             subprocess.run(["ip", "netns", "del", name], check=False)
 
@@ -285,9 +291,17 @@ class Internet:
     def restart_router(self, name: str) -> None:
         """Let the router of a host forget all connections."""
         router, host = f"{self._prefix}{name}nat", self.routers[name]
+        assert self.connections_of_router(name), "there is nothing to forget"
         _run("ip", "-n", router, "link", "set", "out", "down")  # the kernel forgets what it translates there
+        assert not self.connections_of_router(name)
         _run("ip", "-n", router, "link", "set", "out", "up")
         _run("ip", "-n", router, "route", "add", "default", "via", f"{host.rpartition('.')[0]}.1")
+
+    def connections_of_router(self, name: str) -> int:
+        """Return the number of connections that the router of a host tracks."""
+        file = "/proc/sys/net/netfilter/nf_conntrack_count"
+        command = ["ip", "netns", "exec", f"{self._prefix}{name}nat", "cat", file]
+        return int(subprocess.run(command, capture_output=True, check=True).stdout)
 
     def readdress_router(self, name: str) -> None:
         """Give the router of a host another public address."""
@@ -300,12 +314,12 @@ class Internet:
             _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *rate)
 
     def unplug(self, name: str) -> None:
-        """Cut the cable of a host with a public address: what is sent to it is lost without a word."""
+        """Cut the cable of a host with a public address: packets to it are lost silently."""
         _run("ip", "-n", self._core, "link", "set", self._links[name], "down")
         _run("ip", "-n", self._core, "route", "add", "blackhole", f"44.{self._links[name][2:]}.0.0/24")
 
     def cut(self) -> None:
-        """Let no host reach another one, until `restore`: each learns that the network is unreachable."""
+        """Disconnect all hosts until `restore`: each gets the error that the network is unreachable."""
         subprocess.run(
             ["ip", "netns", "exec", self._core, "nft", "-f", "-"], input=_UNREACHABLE.encode(), check=True
         )
@@ -342,11 +356,26 @@ class Internet:
         return f"44.{number}.0.2"
 
     def _connect(self, one: str, first: str, at_one: str, two: str, second: str, at_two: str) -> None:
-        _run("ip", "link", "add", first, "netns", one, "type", "veth", "peer", "name", second, "netns", two)
+        if one == self._core and self._link_delay_s:
+            self._delayed_link(first, two, second)
+        else:
+            pair = ("type", "veth", "peer", "name", second, "netns", two)
+            _run("ip", "link", "add", first, "netns", one, *pair)
         for namespace, device, address in ((one, first, at_one), (two, second, at_two)):
             ready = ("nodad",) if ":" in address else ()  # without the second that an IPv6 address waits
             _run("ip", "-n", namespace, "addr", "add", address, "dev", device, *ready)
             _run("ip", "-n", namespace, "link", "set", device, "up")
+
+    def _delayed_link(self, first: str, two: str, second: str) -> None:
+        """Make a link between the core and a namespace on which packets take a part of the round trip."""
+        command = [sys.executable, str(_ROOT / "tests/chaos/delayed_link.py"), str(self._link_delay_s)]
+        link = subprocess.Popen(
+            ["ip", "netns", "exec", self._core, *command, first, f"{first}far"], stdout=subprocess.PIPE
+        )
+        self._daemons.append(link)
+        assert link.stdout is not None
+        assert link.stdout.readline() == b"ready\n"
+        _run("ip", "-n", self._core, "link", "set", f"{first}far", "netns", two, "name", second)
 
 
 class Process:
@@ -377,12 +406,21 @@ class Process:
         for reader in self._readers:
             reader.start()
 
+    def seen(self) -> int:
+        """Return the number of events so far."""
+        while not self._lines.empty():
+            if (event := self._lines.get()) is None:  # the process has ended, which `wait` has to see, too
+                self._lines.put(None)
+                break
+            self.events.append(event)
+        return len(self.events)
+
     def wait(
-        self, what: str, fits: Callable[[dict[str, Any]], bool], timeout_s: float = 120.0
+        self, what: str, fits: Callable[[dict[str, Any]], bool], timeout_s: float = 120.0, *, since: int = 0
     ) -> dict[str, Any]:
-        """Return the first event that fits, waiting for it if necessary."""
+        """Return the first event that fits, after the first `since`, waiting for it if necessary."""
         deadline_s = time.monotonic() + timeout_s
-        for event in self.events:
+        for event in self.events[since:]:
             if fits(event):
                 return event
         while True:

@@ -1,4 +1,4 @@
-"""Nodes in network namespaces that say how they are reached, and call each other when they are told to."""
+"""Nodes in network namespaces that report how they are reached, and call each other on order."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def peer(internet: Internet, name: str, kind: RouterKind | None, address: str) -
         internet.public(name)
     else:
         internet.behind_router(name, kind)
-    port = 4000 if kind is None else 4100  # the router that lets out few ports is to let out no more
+    port = 4000 if kind is None else 4100  # this router permits few outgoing ports, so use one of them
     return internet.start(name, "-c", PEER, f"0.0.0.0:{port}", address)
 
 
@@ -108,7 +108,7 @@ def contact_of(process: Process, ways: int = 1) -> list[str]:
 
 
 def call(caller: Process, contact: list[str]) -> dict[str, Any]:
-    """Make a node call another one, and return how that went."""
+    """Make a node call another one, and return the result."""
     before = [id(event) for event in caller.events]
     caller.tell(json.dumps(contact))
     return caller.wait(

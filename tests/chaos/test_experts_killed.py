@@ -1,4 +1,4 @@
-"""Training with sixteen experts goes on while their four server processes are killed, stopped and restarted
+"""Training with sixteen experts continues while their four server processes are killed, stopped and restarted
 every few seconds.
 """
 

@@ -39,7 +39,7 @@ def can_be_punched(one: RouterKind | None, other: RouterKind | None) -> bool:
 
 
 @pytest.mark.chaos
-def test_every_pair_of_routers_is_crossed_and_by_a_direct_way_where_there_is_one(internet: Internet) -> None:
+def test_every_pair_of_routers_can_connect_and_directly_if_possible(internet: Internet) -> None:
     relay, address = entry_point(internet)
     callers = {kind: peer(internet, f"{number}a", kind, address) for number, kind in enumerate(KINDS)}
     callees = {kind: peer(internet, f"{number}b", kind, address) for number, kind in enumerate(KINDS)}

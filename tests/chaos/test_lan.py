@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.chaos.namespaces import Internet, Process, missing
-from tests.chaos.small_run import write_small_run
+from tests.wire.small_run import write_small_run
 
 pytestmark = [pytest.mark.network_namespaces, pytest.mark.skipif(bool(missing()), reason=missing())]
 

@@ -35,7 +35,7 @@ def matrix_peer(internet: Internet, number: int, kind: RouterKind | None, addres
         internet.public(name)
     else:
         internet.behind_router(name, kind)
-    # the router that lets out few ports is to let out no more
+    # this router permits few outgoing ports, so use one of them
     port = 4000 if kind is None else 4100
     return internet.start(name, "-c", MATRIX_PEER, str(number), f"0.0.0.0:{port}", address)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,32 +9,28 @@ from typing import Any
 import pytest
 
 from tests.wire.json_commands import Command, commands
+from tests.wire.small_run import write_small_run
 
 ray = pytest.importorskip("ray")
 DEPLOY = Path(__file__).parents[2] / "deploy"
 
-RUN = """
-name = "ray"
-members = "open"
-target_batch_size = 96
-batch_size = 4
-[task]
-name = "bytelm"
-[task.settings]
-width = 16
-layers = 1
-heads = 2
-context = 16
-[end]
-seconds = 60
-"""
+
+def peers_of(address: str, home: Path, count: int) -> set[str]:
+    """Return the peers of the run as a monitor shows them, once they are as many."""
+    with commands() as started:
+        started.append(Command(home, (sys.executable,), "monitor", address))
+        while True:
+            peers = {peer["peer_id"] for peer in started[0].read_until("view")["peers"]}
+            if len(peers) >= count:
+                return peers
 
 
 @pytest.mark.chaos
 @pytest.mark.filterwarnings("default")  # of Ray's own
 def test_a_killed_actor_comes_back_as_a_volunteer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "run.toml"
-    file.write_text(RUN)
+    file = write_small_run(
+        tmp_path, 'members = "open"\n', target=96, width=16, sections="[end]\nseconds = 60\n"
+    )
     monkeypatch.syspath_prepend(str(DEPLOY))
     monkeypatch.setenv("SWARM_HOME", str(tmp_path / "volunteers"))
     import ray_volunteers
@@ -53,6 +48,7 @@ def test_a_killed_actor_comes_back_as_a_volunteer(tmp_path: Path, monkeypatch: p
             seen = [started[0].read_until("epoch")["peers"] for _ in range(1)]
             while max(seen) < 3:  # the founder and both actors in one round
                 seen.append(started[0].read_until("epoch")["peers"])
+            before = peers_of(address, tmp_path / "monitor", 3)
             ray.kill(actors[0], no_restart=False)
             while seen[-1] > 2:
                 seen.append(started[0].read_until("epoch")["peers"])
@@ -63,4 +59,7 @@ def test_a_killed_actor_comes_back_as_a_volunteer(tmp_path: Path, monkeypatch: p
             ray.shutdown()
         finished = started[0].read_until("finished")
         assert [one["finished"]["reason"] for one in results] == [finished["reason"]] * 2
-        print(json.dumps({"peers": seen, "samples": [one["finished"]["samples"] for one in results]}))
+        assert all(one["finished"]["samples"] > 0 for one in results)
+        killed, other = (one["joined"]["peer_id"] for one in results)
+        assert killed not in before, "the actor that was made again is another peer"
+        assert other in before

@@ -1,6 +1,4 @@
-"""Peers behind routers that translate addresses, in network namespaces: who can be called, and which peers
-reduce.
-"""
+"""Peers behind NAT routers, in network namespaces: which peers can be called, and which reduce."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ import pytest
 from tests.chaos.namespaces import Internet, Process, RouterKind, missing
 from tests.chaos.reach_peers import PEER, call, contact_of, entry_point
 from tests.chaos.reach_peers import peer as peer_behind
-from tests.chaos.small_run import write_small_run
+from tests.wire.small_run import write_small_run
 
 pytestmark = [pytest.mark.network_namespaces, pytest.mark.skipif(bool(missing()), reason=missing())]
 
@@ -130,7 +128,7 @@ def test_peers_whose_port_is_open_or_forwarded_announce_the_address_that_others_
     internet.forward("forwarded", 4000)
     first = internet.start("r", "-c", NODE, "0.0.0.0:4000")
     address = address_of(first)
-    # They start while the network is down: else they may be called before they print what they announce.
+    # They start while the network is down; otherwise they may be called before they print their announcement.
     internet.cut()
     processes = {name: internet.start(name, "-c", NODE, "0.0.0.0:4000", address) for name in hosts}
     for process in processes.values():
@@ -283,12 +281,13 @@ def test_experts_of_a_server_that_opens_no_port_are_called_through_a_relay(inter
     listening = server.wait("start", lambda event: event["event"] == "listening")
     assert (listening["addresses"], listening["reach"]) == ([], "hidden")
     reached = server.wait("relay", lambda event: "through relay" in event.get("text", ""))["text"]
-    assert reached.endswith("because it listens for calls of this machine alone")
+    assert reached.endswith("because it listens for calls from this machine only")
     name = server.wait("experts", lambda event: event["event"] == "serving")["experts"][0]
     caller = internet.start("caller", "-c", CALLER, name, address)
     assert caller.wait("answer", lambda event: event["event"] == "called")["shape"] == [4, 16]
+    before = server.seen()
     entry.kill()  # the server has no other relay, and no port: nobody reaches it now
-    server.wait("verdict", lambda event: "experts are not declared" in event.get("text", ""))
+    server.wait("verdict", lambda event: "experts are not declared" in event.get("text", ""), since=before)
 
 
 def epochs(process: Process, **fits: Any) -> list[dict[str, Any]]:
@@ -314,9 +313,12 @@ def test_when_a_relay_is_killed_calls_go_through_the_other_one(internet: Interne
     contact = peers["b"].wait("relays", lambda event: len(event.get("contact", ())) == 3)["contact"]
     peers["a"].tell(json.dumps(contact))
     peers["a"].wait("answer", lambda event: event["event"] == "called" and not event["why"])
+    before = peers["b"].seen()
     first.kill()
     peers["b"].wait(
-        "one relay", lambda event: len(event.get("contact", ())) == 2 and other in event["contact"][1]
+        "one relay",
+        lambda event: len(event.get("contact", ())) == 2 and other in event["contact"][1],
+        since=before,
     )
     for number in range(2, 4):  # a connection that was open fails once
         peers["a"].tell(json.dumps(contact))

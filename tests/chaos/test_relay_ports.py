@@ -58,7 +58,7 @@ def test_a_relay_names_its_port_only_where_others_reach_it(internet: Internet) -
     }
     for name, said in outcomes.items():
         relays[name].wait(
-            f"what becomes of {name}",
+            f"result for {name}",
             lambda event, what=said: event["event"] == "log" and what in event["text"],
         )
     for name, port in (("open", 4001), ("half", 0)):

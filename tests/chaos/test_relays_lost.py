@@ -1,4 +1,6 @@
-"""Relays, peers behind them and their routers that die, freeze and change, in network namespaces."""
+"""Failures, freezes and changes of relays, of peers behind them, and of their routers, in network
+namespaces.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def two_relays(internet: Internet) -> tuple[list[Process], str]:
 
 
 def until_answered(caller: Process, contact: list[str], timeout_s: float = 60.0) -> float:
-    """Call until there is an answer, and return how many seconds that took."""
+    """Call until there is an answer, and return the seconds that this took."""
     started_s = time.monotonic()
     while call(caller, contact)["why"]:
         assert time.monotonic() - started_s < timeout_s, caller.events[-3:]
@@ -68,24 +70,28 @@ def test_a_peer_finds_relays_that_come_later_than_it_does(internet: Internet) ->
     callee = peer(internet, "b", "symmetric", address)
     contact_of(callee, ways=1)
 
-    def find(name: str, entry: str) -> str:
-        """Start another relay, wait until the callee has a reservation there, and return its address."""
+    def find(name: str, entry: str) -> tuple[Process, str, list[str]]:
+        """Start another relay, and wait until the callee has a reservation there. Return the relay, its
+        address, and the callee's contact with that relay alone.
+        """
         relay, _ = entry_point(internet, name, entry)
-        mine = relay.wait("address", lambda event: "others enter with" in event.get("text", ""))["text"]
-        peer_id = mine.rpartition("/")[2]
-        callee.wait(
+        mine = relay.wait("address", lambda event: "others join with" in event.get("text", ""))["text"]
+        circuit = f"/p2p/{mine.rpartition('/')[2]}/p2p-circuit"
+        peer_id, *ways = callee.wait(
             f"relay {name}",
-            lambda event: any(f"/p2p/{peer_id}/p2p-circuit" in one for one in event.get("contact", ())),
+            lambda event: any(circuit in one for one in event.get("contact", ())),
             timeout_s=FOUND_S_MAX,
-        )
-        return str(mine.rpartition(" ")[2])
+        )["contact"]
+        return relay, str(mine.rpartition(" ")[2]), [peer_id, *(one for one in ways if circuit in one)]
 
-    other = find("s", address)
+    second, other, _ = find("s", address)
     first.kill()
-    find("t", other)
+    _, last, through_last = find("t", other)
+    second.kill()
+    until_answered(peer(internet, "a", "symmetric", last), through_last)
 
 
-def test_a_peer_that_was_frozen_is_called_again_once_it_goes_on(internet: Internet) -> None:
+def test_a_peer_that_was_frozen_is_called_again_once_it_continues(internet: Internet) -> None:
     _, address = two_relays(internet)
     caller, callee = (peer(internet, name, "symmetric", address) for name in ("a", "b"))
     contact = contact_of(callee, ways=2)
@@ -106,5 +112,7 @@ def test_a_peer_whose_router_forgets_its_connections_or_gets_another_address_is_
     callee = peer(internet, "b", "symmetric" if kind == "symmetric" else "preserving", address)
     contact = contact_of(callee, ways=2)
     until_answered(caller, contact)
+    before = internet.routers["b"]
     getattr(internet, what)("b")
+    assert (internet.routers["b"] != before) is (what == "readdress_router")
     until_answered(caller, contact)

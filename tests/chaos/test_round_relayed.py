@@ -1,4 +1,4 @@
-"""A relay that dies in the middle of an all-reduce of peers that reach each other through relays alone."""
+"""A relay fails in the middle of an all-reduce of peers that reach each other only through relays."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_relay_lost_in_the_middle_of_an_all_reduce_costs_at_most_that_round(
     # each other up before, and the round may fail.
     failed = {number for number, one in enumerate(broken) if one["failed"]}
     assert not failed or not is_killed, broken
-    assert not any(one["accused"] for one in broken), broken  # what is lost is nobody's lie
+    assert not any(one["accused"] for one in broken), broken  # losses are not treated as lies
     for number, one in enumerate(broken):
         if number in failed:
             assert one["values"] == [3.0 * number]

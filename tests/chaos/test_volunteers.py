@@ -1,4 +1,4 @@
-"""A run of volunteers in real processes goes on while some are killed, leave or join."""
+"""A run of volunteers in real processes continues while some are killed, leave or join."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from swarm.cli.children import Child, Children
-from tests.chaos.small_run import write_small_run
+from tests.wire.small_run import write_small_run
 
 LOOPBACK = ("--listen", "127.0.0.1:0", "--identity", "new")
 WAIT_S = 240.0  # to wait for an event; long, because a busy machine imports torch slowly
@@ -135,7 +135,7 @@ def test_a_run_survives_a_killed_volunteer_and_a_late_one_catches_up(swarm: Swar
 
 
 @pytest.mark.chaos
-def test_a_run_goes_on_and_can_be_joined_after_its_creator_left(swarm: Swarm) -> None:
+def test_a_run_continues_and_can_be_joined_after_its_creator_left(swarm: Swarm) -> None:
     swarm.create("founder")
     for name in ("one", "two"):
         swarm.join(name, swarm.address("founder"))

@@ -18,9 +18,7 @@ RUN = 'name = "tiny"\ntarget_batch_size = 64\nbatch_size = 8\n[task]\nname = "by
 COMMANDS = ("start", "join", "serve")
 
 
-@pytest.fixture(autouse=True)
-def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SWARM_HOME", str(tmp_path / "home"))
+pytestmark = pytest.mark.usefixtures("home")
 
 
 @pytest.fixture

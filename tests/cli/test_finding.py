@@ -31,9 +31,7 @@ from swarm.run.specification_store import SpecificationStore
 OWNER = Identity.generate()
 
 
-@pytest.fixture(autouse=True)
-def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SWARM_HOME", str(tmp_path / "home"))
+pytestmark = pytest.mark.usefixtures("home")
 
 
 class Shown(Output):
@@ -122,7 +120,7 @@ def test_the_name_of_a_run_passes_for_an_address(capsys: pytest.CaptureFixture[s
 def test_a_name_that_fits_several_runs_says_which() -> None:
     first, second = kept("bytelm"), kept("bytelm", owner=Identity.generate())
     remember(first, 1)
-    with pytest.raises(UsageError, match="2 runs could be meant") as caught:
+    with pytest.raises(UsageError, match="2 runs match") as caught:
         remembered_entry("bytelm", None, None)
     assert first.full_name in str(caught.value)
     assert second.full_name in str(caught.value)
@@ -130,7 +128,7 @@ def test_a_name_that_fits_several_runs_says_which() -> None:
     assert remembered_entry(first.run_id, None, None).run == first.full_name
 
 
-def test_an_unknown_name_and_a_run_without_a_known_peer_are_one_sentence_each(
+def test_an_unknown_name_and_a_run_without_known_peers_are_reported_in_one_sentence_each(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     signed = kept("bytelm")
@@ -161,7 +159,7 @@ def test_an_invited_run_is_joined_again_with_the_identity_that_was_invited(tmp_p
         RunMembership(entrance.invite, Identity.generate().peer_id, (), time.time)
 
 
-def test_an_invited_run_is_joined_again_with_an_identity_that_was_kept_and_is_not_in_use() -> None:
+def test_an_invited_run_is_rejoined_with_a_stored_identity_that_is_not_in_use() -> None:
     signed = kept("closed", "invited")
     remember(signed, 1)
     terms = Terms(roles=("train",), uses=2, lifetime_s=3600.0)

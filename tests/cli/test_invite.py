@@ -28,9 +28,8 @@ TABLE = {"name": "tiny", "target_batch_size": 64, "batch_size": 8, "task": {"nam
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SignedSpecification:
+def run(home: Path) -> SignedSpecification:
     """Return a run of this user, as the machine keeps it after `swarm start`."""
-    monkeypatch.setenv("SWARM_HOME", str(tmp_path / "home"))
     return keep(TABLE)
 
 
@@ -169,7 +168,7 @@ def test_an_invite_without_the_role_is_refused_before_it_takes_a_use(
 @pytest.mark.parametrize(
     ("options", "code", "sentence"),
     [
-        (["tiny", "--from", "swarm1abc"], 2, "this invite is damaged: copy it again"),
+        (["tiny", "--from", "swarm1abc"], 2, "this invite is damaged: copy the whole word again"),
         (["tiny"], 2, "on this machine: pass the address of a peer of it"),
         (["other", "--from", ADDRESS], 2, "has no run 'other'"),
         (["tiny", "--from", ADDRESS, "--for", "me"], 2, "is not a PeerID"),

@@ -16,12 +16,6 @@ from swarm.run.specification_store import SpecificationStore
 TABLE = {"name": "tiny", "target_batch_size": 64, "batch_size": 8, "task": {"name": "bytelm"}}
 
 
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SWARM_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
-
-
 def test_an_identity_moves_to_another_machine(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -55,7 +49,7 @@ def test_a_run_that_nobody_trains_is_recovered_on_disk(
     store.save(known)
     assert main(["identity", "--create"]) == 0
     assert main(["recover", "tiny", "--recovery-key", str(key)]) == 0
-    assert "nobody was told" in capsys.readouterr().out
+    assert "no member was informed" in capsys.readouterr().out
     stored = store.load(known.run_id)
     assert stored is not None
     assert stored.owner == Identity.read(home / "identity").peer_id

@@ -40,9 +40,9 @@ def test_preferences_are_set_shown_and_forgotten(home: Path) -> None:
     ("arguments", "said"),
     [
         (["daily"], "set with KEY=VALUE"),
-        (["dayly=5G"], "'dayly' is no preference"),
+        (["dayly=5G"], "'dayly' is not a preference"),
         (["daily=x"], "a size is written like 4G"),
-        (["--unset", "dayly"], "'dayly' is no preference"),
+        (["--unset", "dayly"], "'dayly' is not a preference"),
     ],
 )
 def test_a_mistake_is_a_sentence_and_changes_nothing(home: Path, arguments: list[str], said: str) -> None:
@@ -67,3 +67,15 @@ def test_options_of_join_say_what_the_file_can_say() -> None:
         hours="22-7,9-12,14-15",
     )
     assert not Preferences.model_fields.keys() & parsed.params.keys()
+
+
+def test_a_preference_without_a_value_is_forgotten_and_a_name_is_that_of_the_machine(home: Path) -> None:
+    assert config("name=kitchen", "daily=5G").exit_code == 0
+    assert config("--run", "bytelm", "daily=1G").exit_code == 0
+    refused = config("--run", "bytelm", "name=bedroom")
+    assert "name is the same for all runs of this machine" in str(refused.exception)
+    told = json.loads(config("name=", "--json").stdout)
+    assert told["preferences"] == {"daily": "5G"}
+    told = json.loads(config("--run", "bytelm", "daily=", "--json").stdout)
+    assert (told["preferences"], told["runs"]) == ({"daily": "5G"}, {})
+    assert "'dayly' is not a preference" in str(config("dayly=").exception)

@@ -1,7 +1,8 @@
-"""`swarm service`: the files that it writes are what systemd and launchd take, and mistakes are told."""
+"""`swarm service`: systemd and launchd accept the files that it writes, and mistakes are reported."""
 
 from __future__ import annotations
 
+import json
 import plistlib
 import shutil
 import subprocess
@@ -77,7 +78,7 @@ def test_an_agent_of_launchd_is_a_property_list_with_the_command(home: Path) -> 
     [
         (["install", "bytelm", "--bogus"], "--bogus"),
         (["install", "bytelm", "--daily", "x"], "a size is written like 4G"),
-        (["install", "/ip4/127.0.0.1/tcp/1/tls/http/p2p/12D3"], "an address does not say which run it is"),
+        (["install", "/ip4/127.0.0.1/tcp/1/tls/http/p2p/12D3"], "an address does not name a run"),
         (["install", "bytelm", "--as", "a/b", "--no-start"], "letters, digits, dots"),
         (["remove"], "no service is installed"),
         (["logs", "--as", "other"], "there is no service 'other'"),
@@ -103,6 +104,9 @@ def test_one_of_several_services_is_chosen_by_its_name(home: Path, monkeypatch: 
     assert service("install", "bytelm", "--as", "second").exit_code == 0
     assert ["systemctl", "--user", "restart", "swarm-second.service"] in asked
     assert service("status").output.split() == ["active", "active"]
+    found = [json.loads(line) for line in service("status", "--json").output.splitlines()]
+    assert [one["status"].strip() for one in found] == ["active", "active"]
+    assert len({one["name"] for one in found}) == 2
     assert "--as bytelm or --as second" in str(service("remove").exception)
     assert service("remove", "--as", "second").exit_code == 0
     assert [file.name for file in home.rglob("*.service")] == ["swarm-bytelm.service"]

@@ -25,7 +25,7 @@ class Waiting:
     """A node that nobody has answered yet, and its clock."""
 
     def __init__(self, *, poll_s: float, answers_s: float, is_refused: bool) -> None:
-        """`poll_s`: how long each wait takes on this machine, whatever was asked for."""
+        """`poll_s`: duration of each wait on this machine, regardless of the requested time."""
         self.now_s, self._poll_s, self._answers_s = 0.0, poll_s, answers_s
         self.join_refused = is_refused
 

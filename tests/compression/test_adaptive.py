@@ -1,6 +1,4 @@
-"""The choice by role and size: the same on all peers, and never fewer bits than a small vector is better off
-with.
-"""
+"""The choice by role and size is the same on all peers, and never takes too few bits for a small vector."""
 
 from __future__ import annotations
 

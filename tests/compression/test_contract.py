@@ -49,7 +49,7 @@ def test_bytes_do_not_depend_on_threads(name: str) -> None:
     assert len(found) == 1
 
 
-# sha256 of what travels: who changes these changes what travels, and has to raise the codec's version
+# SHA-256 of encodings; a change of one is a change of the format, which needs a new version of the codec
 TRANSCRIPT = {
     "bfloat16": "d1621f89b3e95c43",
     "float16": "df0111e2e33fc8c5",

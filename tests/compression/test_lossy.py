@@ -1,5 +1,5 @@
-"""The codecs of a few bits: bytes as a slow description of the format has them, errors as stated, what a
-hostile peer can make of them.
+"""The codecs of a few bits: bytes compared with a slow reference implementation, error bounds, and hostile
+payloads.
 """
 
 from __future__ import annotations
@@ -275,7 +275,7 @@ def devices() -> list[str]:
     return ["cuda"] if torch.cuda.is_available() else []
 
 
-@pytest.mark.skipif(not devices(), reason="no CUDA device at hand: GPU and CPU cannot be compared bit by bit")
+@pytest.mark.skipif(not devices(), reason="no CUDA device: GPU and CPU cannot be compared bit by bit")
 @pytest.mark.parametrize("name", [*NAMES, "float16", "bfloat16", "float32"])
 def test_a_gpu_makes_the_same_bits(name: str) -> None:
     codec = find(name)

@@ -26,7 +26,7 @@ def inputs(seed: int) -> list[torch.Tensor]:
 
 
 def everything(codec: Codec, values: torch.Tensor) -> tuple[Any, ...]:
-    """All that a codec says of these values; written so that it does not depend on any default itself."""
+    """All results of a codec for these values, computed without depending on torch's defaults."""
     size = codec.encoded_bytes(values.numel())
     payload = bytes(codec.encode(values, torch.empty(size, dtype=torch.uint8, device="cpu")))
     written = torch.empty(size, dtype=torch.uint8, device="cpu")

@@ -80,3 +80,15 @@ def test_the_key_that_failed_longest_ago_is_forgotten_first() -> None:
 def test_wrong_settings_are_refused() -> None:
     with pytest.raises(UsageError):
         Avoidance(pause_first_s=5.0, pause_s_max=1.0)
+
+
+def test_a_grave_failure_counts_as_several_also_while_the_key_is_avoided() -> None:
+    avoidance = Avoidance(pause_first_s=1.0, pause_s_max=1000.0, growth=4.0)
+    avoidance.failed("x", 0.0)
+    avoidance.failed("x", 0.5, failures_min=3)
+    assert avoidance.failures("x") == 3
+    assert avoidance.until_s("x") == 0.5 + 16.0
+    avoidance.failed("x", 0.7, failures_min=3)
+    assert avoidance.failures("x") == 3
+    avoidance.failed("x", 20.0, failures_min=3)
+    assert avoidance.until_s("x") == 20.0 + 64.0

@@ -44,11 +44,11 @@ def ids(contacts: list[Contact]) -> list[PeerId]:
 
 def test_records_of_a_run_are_written_to_the_nearest_members_that_can_be_reached() -> None:
     found = companions(MEMBERS)
-    assert ids(found.holders(KEY)) == near(MEMBERS)[:HOLDERS]
+    assert ids(found.holders(KEY, 0.0)) == near(MEMBERS)[:HOLDERS]
     gone = near(MEMBERS)[0]
-    assert ids(companions(MEMBERS, (gone,)).holders(KEY)) == near(MEMBERS)[1 : HOLDERS + 1]
-    assert found.holders(Key("public", "thing")) == []
-    assert companions([]).holders(KEY) == []
+    assert ids(companions(MEMBERS, (gone,)).holders(KEY, 0.0)) == near(MEMBERS)[1 : HOLDERS + 1]
+    assert found.holders(Key("public", "thing"), 0.0) == []
+    assert companions([]).holders(KEY, 0.0) == []
 
 
 @pytest.mark.parametrize("own_is_member", [True, False])
@@ -93,7 +93,7 @@ def test_a_newcomer_asks_its_introducers_and_only_the_members_that_they_name() -
     named = [contact(peer) for peer in MEMBERS[:3]]
     assert found.on_named(KEY, ENTRY, named) == named
     assert found.named_by(RUN, [ENTRY]) == MEMBERS[:3]
-    assert set(ids(found.holders(KEY))) == {ENTRY, *MEMBERS[:3]}
+    assert set(ids(found.holders(KEY, 0.0))) == {ENTRY, *MEMBERS[:3]}
     further = [contact(MEMBERS[4])]
     assert found.on_named(KEY, MEMBERS[0], further) == further
     assert found.named_by(RUN, [ENTRY]) == MEMBERS[:3], "its voice is that of an introducer"
@@ -103,7 +103,7 @@ def test_a_peer_that_knows_members_by_certificates_asks_nobody_whom_others_name(
     found = companions(MEMBERS)
     found.add_introducers([contact(ENTRY)])
     assert found.on_named(KEY, ENTRY, [contact(STRANGERS[0])]) == []
-    assert ids(found.holders(KEY)) == near(MEMBERS)[:HOLDERS]
+    assert ids(found.holders(KEY, 0.0)) == near(MEMBERS)[:HOLDERS]
 
 
 def test_a_peer_that_is_no_member_names_those_that_have_asked_for_the_longest_time() -> None:
@@ -126,7 +126,9 @@ def test_a_member_names_members_and_not_those_that_ask() -> None:
 
 
 def test_a_member_that_knows_no_other_one_names_nobody() -> None:
-    """Such a member named other newcomers, who have nothing: each wrote to the others, and asked them."""
+    """Such a member named other newcomers without records, so that each wrote to the others and queried
+    them.
+    """
     found = companions([OWN])
     found.on_question(RUN, STRANGERS[0], 0.0)
     assert found.members_for(KEY, STRANGERS[1], 1.0) == []
@@ -136,10 +138,26 @@ def test_questions_about_many_runs_by_many_peers_take_bounded_memory() -> None:
     found = companions([])
     for number in range(2000):
         for peer in STRANGERS[:3]:
-            found.on_question(f"run{number}", peer, 1.0)
+            found.on_question(f"run{number}", peer, 1.0, f"network {number}")
     named = sum(bool(found.members_for(Key(f"run.run{number}", "x"), OWN, 1.0)) for number in range(2000))
     assert named == 256
     found.on_question("late", STRANGERS[0], 2 * CALLER_S)
     assert found.members_for(Key("run.late", "x"), OWN, 2 * CALLER_S), (
         "runs that nobody asks about are forgotten"
     )
+
+
+def test_one_network_takes_a_quarter_of_the_places_of_those_that_asked_about_runs() -> None:
+    """Regression: an attacker that asked a fresh entry point about 256 invented runs, or 64 times about a
+    run, was all that it remembered, and newcomers were led to the attacker.
+    """
+    found = companions([])
+    crowd = [PeerId(number.to_bytes(32, "big")) for number in range(1000, 2000)]
+    for number, peer in enumerate(crowd):
+        found.on_question(f"{number:020}", peer, 0.0, "203.0.113.0/24")
+        found.on_question(RUN, peer, 0.0, "203.0.113.0/24")
+    for peer in MEMBERS[:2]:
+        found.on_question(RUN, peer, 1.0, "198.51.100.0/24")
+    found.on_question("another", MEMBERS[0], 1.0, "198.51.100.0/24")
+    assert ids(found.members_for(KEY, OWN, 2.0))[:4] == [crowd[0], MEMBERS[0], crowd[1], MEMBERS[1]]
+    assert ids(found.members_for(Key("run.another", "progress"), OWN, 2.0)) == MEMBERS[:1]

@@ -45,7 +45,7 @@ class Story:
 
 
 class AgainstAModel(RuleBasedStateMachine):
-    """A model that keeps every accepted record for ever, and answers by searching all of them."""
+    """A model that keeps every accepted record forever, and answers by searching all of them."""
 
     def __init__(self) -> None:
         super().__init__()

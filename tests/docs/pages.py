@@ -1,9 +1,9 @@
-"""Pages of the documentation as tests see them: fenced blocks of code, and links.
+"""Pages of the documentation for tests: fenced blocks of code, and links.
 
 A comment directly above a block says how it is run:
 
     <!-- not run: REASON -->            it cannot run in a test; the reason is for the page's next editor
-    <!-- background, until: REGEX -->   a command that stays; the page goes on when an output line matches
+    <!-- background, until: REGEX -->   a command that stays; the page continues when an output line matches
     <!-- run as: COMMAND -->            run instead of the command that is shown: the same with smaller sizes
 """
 
@@ -42,7 +42,9 @@ class Block:
 
     @property
     def until(self) -> str:
-        """The pattern of output after which the page may go on; empty for a command that ends by itself."""
+        """The pattern of output after which the page may continue; empty for a command that ends by
+        itself.
+        """
         return self.comment.partition("until:")[2].strip()
 
     @property

@@ -1,4 +1,4 @@
-"""Run the blocks of one page in their order: Python in one namespace, commands as processes on loopback."""
+"""Run the blocks of one page in order: Python in one namespace, commands as processes on loopback."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import Any
 import swarm
 from tests.docs.pages import ROOT, Block
 
-# until a command that stays says that it is there; imports of torch on a busy machine included
+# timeout of the first output of a background command, including imports of torch on a busy machine
 _START_S_MAX = 60.0
 _COMMAND_S_MAX = 90.0  # of a command that ends by itself
 _STOP_S_MAX = 15.0
@@ -170,7 +170,7 @@ class _Process:
         return code
 
     def stop(self) -> str:
-        """Send Ctrl-C, as a person does. Return what went wrong with leaving, or ""."""
+        """Send Ctrl-C, as a user does. Return the problem with its exit, or ""."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
         try:
@@ -189,7 +189,7 @@ class _Process:
 
     def _wait_after_interrupt(self) -> int:
         """Return the exit code. Python prints an interrupt that arrives inside a weak reference's callback or
-        a `__del__` as ignored, and goes on: a person presses Ctrl-C again. Raise `TimeoutExpired` after
+        a `__del__` as ignored, and continues: a person presses Ctrl-C again. Raise `TimeoutExpired` after
         `_STOP_S_MAX`.
         """
         with contextlib.suppress(subprocess.TimeoutExpired):

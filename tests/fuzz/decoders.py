@@ -18,6 +18,14 @@ import torch
 from averaging.allreduce.logic.versions import check_clipped, decode_places
 from averaging.history.chain import Chain
 from averaging.history.encoding import chain_text, decode_chain, encode_chain, read_chain_text
+from averaging.history.receipts import (
+    Credit,
+    Receipt,
+    Totals,
+    decode_receipt,
+    encode_receipt,
+    receipt_statement,
+)
 from averaging.optim.exchange import chunk_head, parse_chunks_request, unpack_chunk
 from averaging.optim.progress.logic.reports import ProgressReport, ProgressTotal
 from averaging.optim.state.snapshot import ALIGNMENT_BYTES, encode_snapshot, read_header, read_tensors
@@ -47,7 +55,7 @@ from swarm.run.grid import GridSpecification
 from swarm.run.recovery import recover
 from swarm.run.signed import sign, verified
 from swarm.run.specification import RunSpecification
-from tests.averaging.history.peers import PEERS, RUN, certificate, identity, proposal
+from tests.averaging.history.peers import PEERS, RUN, SIGNERS, certificate, identity, proposal
 from tests.fuzz.making import PEER, Maker
 from tests.fuzz.messages import CAPABILITIES, INVITES
 
@@ -191,6 +199,20 @@ def _chain() -> Chain:
     return Chain(head=bytes(32), electors=tuple(PEERS[:1]), certificates=tuple(certificates))
 
 
+def _receipt() -> bytes:
+    """Return a receipt that a peer has signed."""
+    totals = Totals(certificates=16, samples=30, by_peer={peer: Credit(10, 1) for peer in PEERS[:3]})
+    signature = SIGNERS[PEERS[0]](receipt_statement(RUN, bytes(32), totals))
+    return encode_receipt(Receipt(run=RUN, head=bytes(32), totals=totals, signatures={PEERS[0]: signature}))
+
+
+def _check_receipt(raw: bytes) -> object:
+    """Decode a receipt and check its signatures, as a peer does that has asked for it."""
+    receipt = decode_receipt(raw)
+    receipt.check(PEERS[:1])
+    return encode_receipt(receipt)
+
+
 def _check_history(raw: bytes) -> object:
     """Decode a history and check its signatures, as a peer does before it follows it."""
     chain = decode_chain(raw)
@@ -271,6 +293,7 @@ def all_decoders() -> list[Decoder]:
     blobs = [_SIGNED.blob, _RECOVERED.blob, _GRID.blob]
     key = blob_key(_SIGNED.run_id)
     schema = ExpertSchema.from_samples((torch.zeros(2, 8),), torch.zeros(2, 8))
+    sequences = schema.with_shorter(ExpertSchema.from_samples((torch.zeros(2, 4),), torch.zeros(2, 4)))
     chain = _chain()
     round_ = RoundReport(
         kind="epoch", epoch=4, at_s=_NOW_S, seconds=1.5, bytes=1000, members=3, left=((str(PEER), "dead"),)
@@ -312,6 +335,7 @@ def all_decoders() -> list[Decoder]:
         Decoder("progress", _of_value(lambda value: ProgressReport.decode(value, _NOW_S)), progress),
         Decoder("progress total", _of_value(lambda value: ProgressTotal.decode(value, _NOW_S)), progress),
         Decoder("history", _check_history, [encode_chain(chain)]),
+        Decoder("receipt", _check_receipt, [_receipt()]),
         Decoder("root of a history", _of_text(read_chain_text), [chain_text(chain).encode()]),
         Decoder("snapshot", _state, [_state_seed(), _whole_state_seed()]),
         Decoder("training state", _load_state, [_state_seed(), _whole_state_seed()]),
@@ -322,7 +346,7 @@ def all_decoders() -> list[Decoder]:
         Decoder("frame", unpack, [b"\x04\x00\x00\x00\x0a\x02\x0a\x00payload"]),
         Decoder("places", lambda raw: decode_places(raw, 9), [b"\xff\x01"]),
         Decoder("clipped places", lambda raw: check_clipped(raw, b"\xff\x01", 9), [b"\xff\x01"]),
-        Decoder("schema of an expert", ExpertSchema.unpack, [schema.packed]),
+        Decoder("schema of an expert", ExpertSchema.unpack, [schema.packed, sequences.packed]),
         *_name_decoders(),
         *_libp2p_decoders(),
         *_codec_decoders(),

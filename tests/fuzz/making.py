@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError, Message
 from tests.averaging.history.peers import identity
 
 PEER = identity(100).peer_id
-# Bytes and texts that mean something to a decoder. `Maker.learn` adds those of real messages.
+# Bytes and texts with a meaning for decoders. `Maker.learn` adds those of real messages.
 BYTES = (b"", b"\x00", bytes(16), bytes(32), b"\xff" * 64, PEER.to_bytes(), PEER.to_bytes()[:-1], b"x" * 5000)
 TEXTS = (
     "",
@@ -160,7 +160,8 @@ class Maker:
         message = kind()
         message.CopyFrom(self.rng.choice(known))
         if self.rng.random() < 0.1:
-            with contextlib.suppress(DecodeError):  # the transport refuses what is no message any more
+            # the transport refuses bytes that are not a message any more
+            with contextlib.suppress(DecodeError):
                 return kind.FromString(self.mutated(message.SerializeToString()))
         for _ in range(self.rng.choice((0, 1, 1, 2, 4))):
             self._change(message, 0)

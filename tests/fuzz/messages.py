@@ -1,5 +1,5 @@
-"""Messages of calls, decoded as their callers and handlers do. The lying node of `tests.fuzz.nodes` is rarely
-asked for some of these answers, or never.
+"""Messages of calls, decoded as their callers and handlers do. The lying node of `tests.fuzz.nodes` sends
+some of these answers rarely or never.
 """
 
 from __future__ import annotations

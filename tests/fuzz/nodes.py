@@ -114,7 +114,7 @@ class TappedStream:
 
 
 class MadeStream:
-    """A stranger's end of a stream: a few made messages, and no interest in the answers."""
+    """A stranger's end of a stream: sends a few generated messages, and ignores the answers."""
 
     def __init__(self, peer_id: PeerId, messages: list[bytes]) -> None:
         self.peer_id = peer_id
@@ -135,8 +135,8 @@ class MadeStream:
 
 
 class Liar:
-    """When a node lies. It lies about one service at a time: a peer that lies about everything gets into no
-    round, and its answers there are asked for by nobody.
+    """Decides when a node lies. It lies about one service at a time, because a peer that lies about
+    everything gets into no round, where its answers would be requested.
     """
 
     def __init__(self, maker: Maker, names: Iterable[str]) -> None:
@@ -280,7 +280,7 @@ class Unexpected(logging.Handler):
 
 
 async def _stalls(seconds: float, found: list[float]) -> None:
-    """Note how much processor time the loop's thread takes between two turns of this task."""
+    """Record the processor time of the loop's thread between two turns of this task."""
     end_s, never = time.monotonic() + seconds, asyncio.Event()
     while time.monotonic() < end_s:
         began_s = time.thread_time()

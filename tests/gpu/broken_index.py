@@ -1,7 +1,7 @@
 """A server on a GPU whose expert is asked for an index out of range: an error after which the process can use
 the device no more.
 
-It runs as a process of its own, named by a test, and prints what became of the server as one line of JSON.
+It runs as a process of its own, named by a test, and prints the server's result as one line of JSON.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def test_bytes_and_values_are_those_of_the_host(
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", names())
 def test_arbitrary_bytes_are_read_as_on_the_host(name: str, seed: int, device: torch.device) -> None:
-    """Both devices decode bytes of a hostile peer to the same values, whatever the bytes are."""
+    """Both devices decode any bytes of a hostile peer to the same values."""
     codec = find(name)
     chance = torch.Generator().manual_seed(seed)
     for numel in (1, 257, 4097):

@@ -1,6 +1,4 @@
-"""A delayed round costs the trainer next to nothing: steps beside it, and the moment at which its average is
-applied.
-"""
+"""A delayed round costs the trainer almost nothing, during its steps and when its average is applied."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def test_the_network_thread_stands_still_for_less_than_50_ms_beside_steps_of_a_s
     step_s = 0.1 if small else 1.0
     with ExitStack() as stack:
         averagers = averagers_on(nodes, device, 100_000 if small else 64_000_000, {"codec": "int8"}, stack)
-        assert not any(result.failed for result in step_all(averagers))  # what is made once is made
+        assert not any(result.failed for result in step_all(averagers))  # one-time allocations are done
         watches = [stack.enter_context(watched_loop(node)) for node in nodes]
         load = Load.on(device)
         with kept_busy(device, step_s):

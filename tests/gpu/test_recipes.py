@@ -72,7 +72,7 @@ def network(device: torch.device, recipe: set[str]) -> torch.nn.Module:
 
 
 def images(seed: int, recipe: set[str], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Four classes, told apart by which channel or corner is bright."""
+    """Four classes, distinguished by the bright channel or corner."""
     chance = torch.Generator().manual_seed(seed)
     classes = torch.randint(4, (SAMPLES,), generator=chance)
     pictures = 0.1 * torch.randn(SAMPLES, 3, 8, 8, generator=chance)

@@ -1,4 +1,4 @@
-"""The state is read while training goes on: of one moment, at a gigabyte a second, without slowing the
+"""The state is read while training continues: of one moment, at a gigabyte a second, without slowing the
 trainer by more than a fifth.
 """
 

@@ -65,7 +65,7 @@ class GoPeer:
         self._writers: list[asyncio.StreamWriter] = []
 
     async def identify(self) -> None:
-        """Ask the daemon who it is, and set `contact`."""
+        """Ask the daemon for its PeerID and addresses, and set `contact`."""
         answer, _, _ = await self._ask(_IDENTIFY)
         said = fields(next(_bytes(value) for number, value in fields(answer) if number == 4))
         parts = [(number, _bytes(value)) for number, value in said]
@@ -74,7 +74,7 @@ class GoPeer:
         self.contact = Contact(PeerId.from_bytes(parts[0][1]), tuple(here))
 
     async def connect(self, peer_id: PeerId, address: Address) -> None:
-        """Let it dial a peer. Raises AssertionError with what it says if it fails."""
+        """Let it dial a peer. Raises AssertionError with its message if it fails."""
         body = _field(1, peer_id.to_bytes()) + _field(2, encode_address(address))
         await self._ask(_CONNECT, _field(2, body))
 

@@ -60,7 +60,7 @@ class JsPeer:
         self.peer_id = peer_id
 
     async def ask(self, what: str, **fields: object) -> Any:
-        """Let it do something, and return the result. Raises AssertionError with what it says if it fails."""
+        """Send it an order, and return the result. Raises AssertionError with its message if it fails."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"do": what, **fields}).encode() + b"\n")
         answer = await _line(self._process)

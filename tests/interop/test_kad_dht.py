@@ -16,9 +16,9 @@ from swarm.core.ids import Address, Contact
 from swarm.libp2p.kad import KadClient
 from swarm.libp2p.logic.kad import run_key
 from tests.chaos.namespaces import Process
-from tests.chaos.small_run import write_small_run
 from tests.interop import go_peers, js_peers
 from tests.wire.libp2p_hosts import Scene, run
+from tests.wire.small_run import write_small_run
 
 pytestmark = pytest.mark.slow
 KEY = run_key("bytelm")

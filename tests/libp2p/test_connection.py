@@ -1,4 +1,4 @@
-"""Tests of a connection over memory: life and death of its peer, streams, and what it holds."""
+"""Tests of a connection over memory: live and failed peers, streams, and buffers."""
 
 from __future__ import annotations
 
@@ -86,6 +86,33 @@ def test_streams_carry_bytes_both_ways_and_end_on_their_own() -> None:
         assert await here.read_message(100) == b"answer"
         assert await here.read() == b""
         assert scene.one.streams == scene.two.streams == 0
+
+    run(test)
+
+
+def test_the_first_message_of_a_stream_does_not_wait_until_the_peer_has_confirmed_the_protocol() -> None:
+    async def test(scene: Scene) -> None:
+        scene.one_pipe.frozen = True  # nothing comes back
+        here = await scene.one.open("/test")
+        await here.write(b"question")
+        there = await scene.streams.get()
+        assert await there.read_exactly(8) == b"question"
+        scene.one_pipe.frozen = False
+
+    run(test)
+
+
+def test_a_peer_that_never_confirms_a_protocol_costs_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm.libp2p.connection.NEGOTIATION_S", 0.05)
+
+    async def test(scene: Scene) -> None:
+        scene.one_pipe.frozen = True
+        here = await scene.one.open("/test")
+        with pytest.raises(NetworkError, match="did not agree on /test"):
+            await here.read()
+        with pytest.raises(NetworkError, match="closed"):
+            await here.write(b"more")
+        scene.one_pipe.frozen = False
 
     run(test)
 

@@ -61,7 +61,7 @@ def test_a_key_is_a_multihash_of_the_run() -> None:
     assert run_key("bytelm2") != KEY
 
 
-def test_of_an_answer_plain_tcp_addresses_of_servers_and_grpc_ports_of_providers_are_taken() -> None:
+def test_an_answer_yields_tcp_addresses_of_servers_and_grpc_ports_of_providers() -> None:
     message = Message(type=Message.GET_PROVIDERS, key=KEY)
     one, two = peer(1).peer_id, peer(2).peer_id
     add(message, "closerPeers", one.to_bytes(), "/ip4/203.0.113.1/tcp/4001", "/ip4/203.0.113.1/tcp/443/ws")

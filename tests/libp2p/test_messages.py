@@ -172,7 +172,7 @@ def test_a_protocol_is_agreed_on_after_proposals_that_are_unknown() -> None:
     assert answerer.agreed == "/a"
 
 
-def test_a_peer_that_proposes_for_ever_is_given_up() -> None:
+def test_a_peer_that_proposes_forever_is_given_up() -> None:
     answerer = Answerer(frozenset(["/a"]))
     answerer.answer(MULTISTREAM)
     for _ in range(PROPOSALS_MAX):

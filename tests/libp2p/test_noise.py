@@ -1,5 +1,5 @@
-"""Tests of what is used of py-libp2p: its version is checked, and its handshake ends with a sentence whatever
-comes.
+"""Tests of the used parts of py-libp2p: the version is checked, and its handshake ends with one sentence for
+any input.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import pytest
 from swarm.core.errors import NetworkError, PeerError, UsageError
 from swarm.core.identity import Identity
 from swarm.libp2p import noise
-from swarm.libp2p.noise import HANDSHAKE_BYTES_MAX, SOURCES, VERSION, Noise, SecureChannel
+from swarm.libp2p.agreement import propose
+from swarm.libp2p.noise import HANDSHAKE_BYTES_MAX, PROTOCOL, SOURCES, VERSION, Noise, SecureChannel
 from tests.libp2p.memory_pipes import MemoryPipe, memory_pipes
 
 T = TypeVar("T")
@@ -159,6 +160,7 @@ def test_a_handshake_that_ends_is_a_network_error() -> None:
 def test_a_handshake_with_long_messages_is_refused_before_they_are_read() -> None:
     async def test() -> Exception | None:
         here, there = memory_pipes()
+        await propose(there, PROTOCOL)
         await there.write(b"\xff\xff" + b"x" * 100)
         return await caught(Noise(Identity.generate()).handshake(here, is_client=False, expected=None))
 

@@ -39,7 +39,7 @@ def test_attempts_are_limited_of_a_peer_and_in_all() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_peer_is_dialed_more_often_than_once_in_half_a_minute_whoever_asks(seed: int) -> None:
+def test_no_peer_is_dialed_more_than_once_in_half_a_minute_for_any_requester(seed: int) -> None:
     rng, punches, now_s = random.Random(seed), Punches(), 0.0
     begun: dict[object, list[float]] = {}
     for _ in range(400):

@@ -1,4 +1,4 @@
-"""Tests of yamux: what is sent arrives, however the bytes are cut; what a peer may make this side hold is
+"""Tests of yamux: data arrives for any splitting of the bytes, and the memory that a peer can occupy is
 bounded. py-libp2p's own yamux is the oracle of the wire format.
 """
 
@@ -95,7 +95,7 @@ def test_every_byte_arrives_in_order_however_the_connection_cuts(seed: int) -> N
     assert arrived == {(1 - end, stream): data for (end, stream), data in sent.items() if data}
 
 
-def test_a_sender_stops_at_the_window_and_goes_on_when_the_reader_has_read() -> None:
+def test_a_sender_stops_at_the_window_and_continues_when_the_reader_has_read() -> None:
     client, server, stream = pair()
     sent = 0
     while took := client.send(stream, b"x" * 100_000):
@@ -109,7 +109,7 @@ def test_a_sender_stops_at_the_window_and_goes_on_when_the_reader_has_read() -> 
     assert server.unread == 0
 
 
-def test_a_window_grows_while_it_is_used_up_to_the_limit_and_not_where_it_must_not() -> None:
+def test_a_window_in_use_grows_up_to_the_limit_unless_growth_is_not_allowed() -> None:
     for grows, expected in ((True, yamux.WINDOW_BYTES_MAX), (False, yamux.WINDOW_BYTES)):
         client, server, stream = pair()
         for _ in range(20):

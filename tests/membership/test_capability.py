@@ -26,8 +26,8 @@ from tests.membership.members import DAY_S, NOW_S, InvitedRun, identity
 
 
 def chain(run: InvitedRun, rng: random.Random, wrong: str | None) -> tuple[Grants, Identity]:
-    """Return a chain of random grants and its holder. With `wrong`, one grant exceeds the one before it in
-    this respect, and nothing else is wrong.
+    """Return a chain of random grants and its holder. With `wrong`, one grant exceeds the previous one in
+    this respect, and everything else is valid.
     """
     issuer, roles, uses, expires_s = run.owner, ROLES, 50, int(NOW_S + 9 * DAY_S)
     grants: list[Grant] = []
@@ -146,7 +146,7 @@ def test_a_peer_without_the_role_invite_and_the_key_of_an_invite_cannot_issue_in
     with pytest.raises(NotInvited, match="must not invite others"):
         check_grants(run.run_id, run.owner.peer_id, (*held, issue(run.run_id, peer, later)), NOW_S)
     own = issue(run.run_id, run.owner, replace(held[0], kind="invite", subject=key.peer_id, roles=ROLES))
-    with pytest.raises(NotInvited, match="signs for peers only"):
+    with pytest.raises(NotInvited, match="may sign grants for peers only"):
         check_grants(run.run_id, run.owner.peer_id, (own, issue(run.run_id, key, later)), NOW_S)
 
 

@@ -1,4 +1,4 @@
-"""Invites: the text holds everything, damage is noticed, and nobody can give more than it has."""
+"""Invites: the text contains everything, damage is detected, and no issuer can give more than it has."""
 
 from __future__ import annotations
 

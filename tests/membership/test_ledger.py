@@ -1,4 +1,4 @@
-"""The ledger: how long a peer is passed over, what brings it back, and who is remembered."""
+"""The ledger: how long a peer is passed over, when it is accepted again, and which peers are remembered."""
 
 from __future__ import annotations
 
@@ -86,8 +86,9 @@ def test_new_identities_stall_no_more_rounds_than_one_does(strangers: int) -> No
 
 @pytest.mark.parametrize("newcomers", [8, 100])
 def test_newcomers_that_have_worked_stall_one_round_each_and_hardly_any_more(newcomers: int) -> None:
-    """Each works in three certified rounds; then one of those that are taken stalls in each round, and the
-    others stay away. Before, a hundred had a turn in every round for ever: each was taken again after 64.
+    """Each contributes to three certified rounds. Then one of the accepted ones stalls in each round, and the
+    others stay away. Before, a hundred of them could stall every round forever, because each was accepted
+    again after 64 rounds.
     """
     ledger = ledger_of_members()
     crowd = [peer(1000 + number) for number in range(newcomers)]
@@ -213,7 +214,7 @@ def test_the_copy_on_disk_keeps_what_is_known_and_the_steps_of_the_pauses() -> N
 def test_a_malformed_ledger_changes_nothing(document: Any) -> None:
     ledger = ledger_of_members()
     before = ledger.encode()
-    with pytest.raises(PeerError, match="no ledger"):
+    with pytest.raises(PeerError, match="not a ledger"):
         ledger.load(document)
     assert ledger.encode() == before
 

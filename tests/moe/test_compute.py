@@ -269,7 +269,7 @@ def noted(link: LateLink) -> tuple[Noted, Expert]:
 
 
 def test_copies_of_neighbouring_batches_run_beside_the_computation() -> None:
-    """Each line waits for an event, and would wait for ever if the stages waited for each other."""
+    """Each line waits for an event, and would wait forever if the stages waited for each other."""
     link = LateLink()
     module, expert = noted(link)
     with computing(link, BatchLimits(batch_requests_max=1)) as compute:

@@ -1,4 +1,4 @@
-"""Experts compute as their module, learn as their optimizer, and survive errors of the module."""
+"""Experts compute like their module, learn like their optimizer, and survive errors of the module."""
 
 from __future__ import annotations
 

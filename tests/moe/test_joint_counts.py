@@ -33,7 +33,7 @@ def test_a_replica_that_stays_apart_is_left_out() -> None:
     counts.note(A, BatchCount(9, b"", 1), 0.0)
     assert counts.is_behind(own, 0.0)
     assert counts.is_behind(own, 4.0)
-    assert not counts.is_behind(own, 6.0), "one that is ahead for ever must not stop the expert"
+    assert not counts.is_behind(own, 6.0), "one that is ahead forever must not stop the expert"
     assert not counts.apart(own, 6.0)
     counts.note(A, BatchCount(3, HEAD, 1), 0.0)
     assert not counts.apart(own, 7.0)
@@ -50,13 +50,22 @@ def test_a_replica_counts_for_at_most_two_target_batches() -> None:
 def test_a_replica_that_brings_less_than_it_announced_is_not_counted_for_longer_each_time() -> None:
     counts, own = JointCounts(), BatchCount(3, HEAD, 5)
     now_s = 0.0
-    for pause_s in (10.0, 40.0, 160.0, 640.0, 640.0):
+    for pause_s in (10.0, 40.0, 160.0, 640.0, 2560.0, 10240.0, 40960.0, 40960.0):
         counts.note(A, BatchCount(3, HEAD, 32), now_s)
         assert counts.together(own) == [A]
         counts.distrust([A], now_s)
         counts.note(A, BatchCount(3, HEAD, 32), now_s + pause_s - 1.0)
         assert not counts.together(own)
         now_s += pause_s
+
+
+def test_a_replica_that_brought_invented_gradients_is_not_counted_for_long_from_the_first_time() -> None:
+    counts, own = JointCounts(), BatchCount(3, HEAD, 5)
+    counts.distrust([A], 0.0, gravely=True)
+    counts.note(A, BatchCount(9, HEAD, 32), 639.0)
+    assert not counts.peers, "its state is not taken over either"
+    counts.note(A, BatchCount(3, HEAD, 32), 640.0)
+    assert counts.together(own) == [A]
 
 
 def test_a_round_is_judged_by_what_its_members_bring() -> None:

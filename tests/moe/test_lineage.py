@@ -1,4 +1,4 @@
-"""Which state counts: lineages of replicas, and the turns in which they are averaged."""
+"""Which state is used: lineages of replicas, and the turns in which they are averaged."""
 
 from __future__ import annotations
 

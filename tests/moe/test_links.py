@@ -145,7 +145,7 @@ def test_the_device_and_its_default_stream_are_current_in_any_thread_that_uses_i
     assert cuda.current is not cuda.default
 
 
-def test_an_error_that_outlives_its_call_names_the_device_and_other_errors_stay_as_they_are() -> None:
+def test_a_sticky_device_error_names_the_device_and_other_errors_are_unchanged() -> None:
     with (
         pytest.raises(
             DeviceFailed, match=r"cpu cannot be used any more .* device-side assert triggered$"

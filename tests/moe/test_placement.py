@@ -91,7 +91,7 @@ def test_only_the_planned_server_moves_and_only_after_the_plan_has_stood() -> No
     assert {peer: one for peer, one in acted.items() if one is not None} == {move.server: move}
 
 
-def test_the_plan_goes_on_without_a_server_that_does_not_move() -> None:
+def test_the_plan_continues_without_a_server_that_does_not_move() -> None:
     load = load_of(3, 0, 1, 1)
     (first,) = plan_moves(load)
     others = [peer for peer in load[STAGES[0]] if peer != first.server]

@@ -58,6 +58,14 @@ def test_a_packed_schema_unpacks_to_the_same_schema() -> None:
         msgpack.packb([["tuple", ["float32", [-1]]], ["float32", [3]]]),
         msgpack.packb([["tuple", ["float32", [True]]], ["float32", [3]]]),
         msgpack.packb([["float32", [3]], ["float32", [3]]]),  # inputs are arguments
+        *(
+            msgpack.packb([["tuple", ["float32", [4, 3], number]], ["float32", [3]]])
+            for number in (2, -1, True, "0", [0])
+        ),
+        msgpack.packb([["tuple", ["float32", [4, 3], 0, 0]], ["float32", [3]]]),
+        msgpack.packb([["tuple", ["float32", [0, 3], 0]], ["float32", [3]]]),
+        msgpack.packb([["tuple", ["float32", [4, 3]]], ["float32", [4], 0]]),  # no input decides the length
+        msgpack.packb([["tuple", ["float32", [4], 0]], ["float32", [5], 0]]),
         msgpack.packb([["tuple"], ["float32", [3]]]),
         msgpack.packb([["tuple", *[["float32", [3]]] * (LEAVES_MAX + 1)], ["float32", [3]]]),
         msgpack.packb([["tuple", ["float32", [1 << 20, 1 << 20]]], ["float32", [3]]]),
@@ -105,3 +113,45 @@ def test_an_error_names_the_tensor_that_does_not_fit() -> None:
         check(expected, [torch.zeros(4, 3), torch.zeros(5, dtype=torch.int64)], "input")
     with pytest.raises(UsageError, match="has 2 input tensors"):
         check(expected, [torch.zeros(4, 3)], "input")
+
+
+def test_sequences_may_be_shorter_where_a_schema_of_shorter_samples_differs() -> None:
+    def of(length: int) -> ExpertSchema:
+        inputs = (torch.zeros(2, length, 3), {"mask": torch.zeros(2, length, dtype=torch.bool)})
+        return ExpertSchema.from_samples(inputs, [torch.zeros(2, 3), torch.zeros(2, 4, length)])
+
+    schema = of(8).with_shorter(of(4))
+    assert str(schema) == (
+        "(float32(batch, 1 to 8, 3), {mask: bool(batch, 1 to 8)}) -> "
+        "[float32(batch, 3), float32(batch, 4, 1 to 8)]"
+    )
+    again = ExpertSchema.unpack(schema.packed)
+    assert again == schema
+    assert again.digest == schema.digest != of(8).digest
+    assert (schema.sequence_length, of(8).sequence_length) == (8, 0)
+    for length in range(1, 9):
+        assert schema.at(length) == of(length)
+        assert schema.length_of([torch.zeros(5, length, 3), torch.zeros(5, length)]) == length
+    for length in (0, 9):
+        with pytest.raises(UsageError, match="sequences of 1 to 8"):
+            schema.at(length)
+    assert of(8).at(0) == of(8)
+    with pytest.raises(UsageError, match="one length"):
+        of(8).at(8)
+
+
+def test_schemas_of_many_lengths_are_kept_within_a_bound() -> None:
+    schema = ExpertSchema.from_samples((torch.zeros(1, 2000),), torch.zeros(1, 2000)).with_shorter(
+        ExpertSchema.from_samples((torch.zeros(1, 1000),), torch.zeros(1, 1000))
+    )
+    for length in range(1, 2001):
+        assert schema.at(length).input_leaves[0].shape == (length,)
+
+
+@pytest.mark.parametrize(
+    "other", [torch.zeros(1, 2, 2), torch.zeros(1, 4), torch.zeros(1, 2, 4, dtype=torch.float64)]
+)
+def test_a_schema_that_differs_in_more_than_a_length_is_refused(other: torch.Tensor) -> None:
+    schema = ExpertSchema.from_samples((torch.zeros(1, 4, 4),), torch.zeros(1, 4, 4))
+    with pytest.raises(UsageError, match="only one dimension may be shorter"):
+        schema.with_shorter(ExpertSchema.from_samples((other,), other))

@@ -1,4 +1,4 @@
-"""Steps of a target batch: their number and result do not depend on how requests meet."""
+"""Steps of a target batch: their number and result do not depend on the batching of requests."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ OLD, NEW = "11" * 8, "22" * 8
 
 
 def divided() -> WatchedRun:
-    """Three peers are in the history without a break, one went on without them."""
+    """Three peers are in the history without a break, one continued without them."""
     watched = WatchedRun(4, head=OLD)
     watched.present[peer(4)] = {"head": NEW, "line": NEW, "epoch": 6, "name": "laptop"}
     watched.poll(2.0)
@@ -73,7 +73,7 @@ def test_several_peers_that_break_together_are_one_event() -> None:
         watched.present[peer(number)] = {"head": NEW, "line": NEW}
     watched.poll(2.0)
     (broke,) = watched.events("break")
-    assert " and 2 more went on" in broke.text
+    assert " and 2 more continued" in broke.text
     assert [one.peers for one in watched.view().histories] == [5, 1]
 
 

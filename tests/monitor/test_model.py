@@ -1,5 +1,5 @@
-"""The model of the monitor: which peers take part, how old their values are, and how little one liar
-changes.
+"""The model of the monitor: which peers take part, the age of their values, and the limited influence of one
+liar.
 """
 
 from __future__ import annotations
@@ -317,3 +317,26 @@ def test_the_median_is_an_honest_value_whatever_a_minority_publishes(
     assert statistics.median([2.0] * 7) == view.loss
     assert 0 <= view.samples_per_s <= 7 * 100.0 + len(liars) * 300.0
     assert view.as_dict()
+
+
+@pytest.mark.parametrize("which", [(0, 1), (0, 20), (3, 1), (3, 10)])
+def test_a_round_that_failed_is_one_event_however_often_it_is_reported(which: tuple[int, int]) -> None:
+    """Before, more than 50 reported rounds displaced one another and seemed new with every poll: one failed
+    round was an event each second, or none.
+    """
+    watched = WatchedRun(20)
+    start_s = watched.now_s
+    for _ in range(35):
+        for number in range(1, 21):
+            watched.present[peer(number)]["rounds"] = tuple(
+                round_report(
+                    start_s - back,
+                    epoch=7 - back,
+                    group=f"{number:02x}{back:02x}",
+                    reason="round" if (back, number) == which else "",
+                )
+                for back in range(4)
+            )
+        watched.poll(1.0)
+    assert len(watched.events("round_failed")) == 1
+    assert len(watched.view().rounds) == 50

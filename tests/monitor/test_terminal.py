@@ -9,11 +9,11 @@ from swarm.monitor.logic.view import LinkView, RelayReport
 from tests.monitor.watched_run import WatchedRun, peer, round_report
 
 
-def busy(peers: int = 30) -> WatchedRun:
+def busy(peers: int = 30, name: str = "volunteer with a long name") -> WatchedRun:
     watched = WatchedRun(peers, own={"accuracy": 0.5})
     for number in range(1, peers + 1):
         watched.present[peer(number)] = {
-            "name": f"volunteer with a long name {number:02}",
+            "name": f"{name} {number:02}",
             "device": "cuda (NVIDIA GeForce RTX 4090)",
             "samples_per_s": 100.0 + number,
             "own": {"accuracy": 0.5},
@@ -44,7 +44,7 @@ def test_the_screen_fits_any_terminal(columns: int, rows: int, section: str, det
 
 
 def test_all_required_values_are_shown_in_80_by_24() -> None:
-    seen = text(busy(), ScreenState())
+    seen = text(busy(name="oak"), ScreenState())
     for word in (
         "tiny@",
         "live",
@@ -53,7 +53,7 @@ def test_all_required_values_are_shown_in_80_by_24() -> None:
         "loss",
         "samples/s",
         "accuracy",
-        "volunteer",
+        "oak",
         "cuda",
         "training",
         "gave",
@@ -66,12 +66,26 @@ def test_all_required_values_are_shown_in_80_by_24() -> None:
         assert word in seen, word
 
 
+def test_columns_are_left_out_before_names_and_numbers_are_cut() -> None:
+    """Before, names were cut at 13 columns, and numbers at the width of their heading."""
+    watched = busy(name="a volunteer with such a long name")
+    watched.present[peer(1)]["epoch"] = 12_345_678
+    watched.poll(2.0)
+    seen = text(watched, ScreenState(), columns=80)
+    assert "a volunteer with such a long name 30" in seen
+    assert "training" in seen
+    assert "drift 1" not in seen.split("a volunteer")[1]
+    wide = text(watched, ScreenState(), columns=200, rows=60)
+    assert "12,345,678" in wide
+    assert "…" not in wide.split("a volunteer")[1].splitlines()[0]
+
+
 def test_old_values_are_marked_as_old() -> None:
     watched = busy()
     watched.now_s += 60.0
     late = text(watched, ScreenState())
     assert "LATE" in late
-    assert "what is shown is old" in late
+    assert "the values are old" in late
     watched.model.on_link(LinkView(status="lost", text="Trying 3 peers met before"), watched.now_s)
     assert "LOST" in text(watched, ScreenState())
 

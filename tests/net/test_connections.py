@@ -218,7 +218,7 @@ def test_a_newcomer_gets_in_during_a_flood_from_other_networks(networks: int, se
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_network_that_connects_again_and_again_is_turned_away_most_of_the_time_and_never_for_long(
+def test_a_network_that_reconnects_constantly_is_filtered_most_of_the_time_with_pauses(
     seed: int,
 ) -> None:
     rng, arrivals = random.Random(seed), Arrivals()

@@ -17,7 +17,7 @@ ENTRY = Contact(SeededIdentity(1).peer_id, (Address("127.0.0.1", 4001),))
 
 
 class RefusesOnceThenHangs:
-    """Introductions to a peer that refuses the first call, and whose next ones take for ever."""
+    """Introductions to a peer that refuses the first call, and whose next ones take forever."""
 
     def __init__(self) -> None:
         self.calls = 0

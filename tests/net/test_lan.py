@@ -1,4 +1,4 @@
-"""Announcements on a local network: who is believed, how much is read, and what is listed."""
+"""Announcements on a local network: which are accepted, limits of reading, and the list of runs."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_runs_are_listed_once_with_their_peers_and_those_with_most_peers_first()
     assert [(one.full_name, len(one.peers)) for one in runs] == [(f"bytelm@{RUN}", 2), (f"other@{RUN}", 1)]
 
 
-def test_a_peer_that_describes_a_run_in_another_way_spoils_only_its_own_line() -> None:
+def test_a_peer_with_a_different_description_of_a_run_affects_only_its_own_line() -> None:
     runs = grouped([peer(9, is_invited=True), peer(1), peer(2)])
     assert [(one.is_invited, len(one.peers)) for one in runs] == [(False, 2), (True, 1)]
 

@@ -1,4 +1,4 @@
-"""Ports that a router forwards on request: which one is asked for, for how long, and what is given back."""
+"""Ports that a router forwards on request: the requested port, the lease, and the release."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_port_that_is_forwarded_elsewhere_is_left_alone(owner: tuple[str, int]
     run(steps)
 
 
-def test_a_router_that_lends_for_ever_only_is_asked_for_that() -> None:
+def test_a_router_that_lends_forever_only_is_asked_for_that() -> None:
     router = Router(lends_for_ever=True)
     mapping = PortMapping(PORT, lambda: router)
 

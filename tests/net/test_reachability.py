@@ -1,4 +1,4 @@
-"""The verdict whether others can call this peer: what follows from their answers, and from none."""
+"""The verdict whether others can call this peer, with and without their answers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_one_peer_that_has_called_is_enough() -> None:
 
 
 @pytest.mark.parametrize("askable", [1, 2, 3, 8])
-def test_a_new_peer_is_hidden_when_all_that_could_be_asked_or_three_have_failed(askable: int) -> None:
+def test_a_new_peer_is_hidden_after_failures_of_three_peers_or_of_all_available(askable: int) -> None:
     machine = Reachability(PORT, 0.0)
     enough = min(askable, 3)
     for number in range(enough):
@@ -58,7 +58,7 @@ def test_a_new_peer_is_hidden_when_all_that_could_be_asked_or_three_have_failed(
     assert machine.reach.by == tuple(PEERS[:enough])
 
 
-def test_a_peer_that_could_be_called_is_hidden_after_three_failures_of_three_peers() -> None:
+def test_a_callable_peer_becomes_hidden_after_failures_of_three_peers() -> None:
     machine = direct()
     machine.on_answers([failed(PEERS[0]), failed(PEERS[1])], 5, 601.0)
     machine.on_answers([failed(PEERS[0]), failed(PEERS[1])], 5, 616.0)
@@ -96,7 +96,7 @@ def test_a_hidden_peer_that_is_called_again_is_direct() -> None:
     assert (machine.reach.verdict, machine.reach.since_s) == ("direct", 600.0)
 
 
-def test_a_new_peer_that_three_have_called_in_vain_asks_as_seldom_as_one_that_is_sure() -> None:
+def test_a_new_peer_with_three_failed_calls_checks_at_the_interval_of_a_certain_verdict() -> None:
     machine = Reachability(PORT, 0.0)
     machine.on_answers([failed(peer) for peer in PEERS[:3]], 8, 2.0)
     assert (machine.reach.verdict, machine.due_s) == ("hidden", 2.0 + CHECK_S)
@@ -144,7 +144,7 @@ def test_presumed_addresses_hold_until_others_have_failed_there() -> None:
     assert machine.reach.verdict == "hidden"
 
 
-def test_a_peer_that_nobody_has_answered_asks_the_first_that_it_meets_at_once() -> None:
+def test_a_peer_without_answers_asks_the_first_peer_that_it_meets_at_once() -> None:
     machine = Reachability(PORT, 0.0)
     machine.on_answers([], 3, 5.0)
     machine.on_candidate(6.0)
@@ -175,7 +175,7 @@ def test_a_peer_behind_a_router_keeps_its_verdict_and_asks_when_its_machine_move
     assert (machine.reach.verdict, machine.due_s) == ("hidden", 100.0)
 
 
-def test_a_router_that_may_forward_the_port_is_a_reason_to_ask_again_unless_others_get_through() -> None:
+def test_a_router_that_may_forward_the_port_triggers_a_check_unless_others_can_call_already() -> None:
     machine = Reachability(PORT, 0.0)
     machine.on_answers([failed(peer) for peer in PEERS[:3]], 3, 5.0)
     assert (machine.reach.verdict, machine.due_s) == ("hidden", 5.0 + CHECK_S)
@@ -220,8 +220,8 @@ def test_peers_of_different_networks_are_asked_those_that_have_not_failed_first(
 
 @pytest.mark.parametrize("seed", range(20))
 def test_two_liars_neither_hide_a_peer_that_others_call_nor_announce_another_address(seed: int) -> None:
-    """One liar says that it failed, the other that it called a third party's address. That somebody called
-    is not theirs to say: it is seen here.
+    """One liar reports a failure, the other a call to a third party's address. Claims do not prove a call: it
+    must arrive here.
     """
     chance = Chance("liars", seed)
     liars, is_open = set(PEERS[:2]), chance.random() < 0.5
@@ -240,7 +240,7 @@ def test_two_liars_neither_hide_a_peer_that_others_call_nor_announce_another_add
         assert machine.reach.addresses == ((Address(HOME, PORT),) if is_open else ())
 
 
-def test_a_peer_that_listens_for_its_own_machine_alone_is_hidden_and_asks_nobody() -> None:
+def test_a_peer_that_listens_on_loopback_only_is_hidden_and_asks_no_peer() -> None:
     machine = Reachability(PORT, 0.0, is_closed=True)
     machine.on_candidate(1.0)
     machine.on_observed(PEERS[0], HOME, 1.0)

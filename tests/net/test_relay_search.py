@@ -22,7 +22,7 @@ def test_the_first_candidates_are_asked_first_and_then_the_others() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_nobody_is_asked_twice_in_five_seconds_and_pauses_grow_up_to_a_minute(seed: int) -> None:
+def test_no_peer_is_asked_twice_in_five_seconds_and_pauses_grow_up_to_a_minute(seed: int) -> None:
     rng = random.Random(seed)
     search, now_s, asked_s = RelaySearch(), 0.0, dict[Contact, float]()
     rounds = list[float]()

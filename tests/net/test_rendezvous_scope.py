@@ -1,4 +1,4 @@
-"""Addresses that a DHT names: those are believed that reach as far as the servers which the user named."""
+"""Addresses from a DHT: only those with the scope of the user's servers are used."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ def test_addresses_reach_as_far_as_the_servers(server: str, believed: tuple[str,
     assert reaching([PEER], [contact(2, server)]) == [contact(1, *believed)]
 
 
-def test_one_server_of_the_internet_is_enough_and_peers_without_an_address_are_left_out() -> None:
+def test_one_public_server_is_enough_and_peers_without_addresses_are_left_out() -> None:
     servers = [contact(2, "127.0.0.1"), contact(3, "44.9.9.9")]
     assert reaching([PEER, contact(4, "10.0.0.1"), contact(5)], servers) == [contact(1, "44.1.0.2")]

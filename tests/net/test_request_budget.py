@@ -1,4 +1,4 @@
-"""How often a node does something for others: each caller, all of them, and strangers last."""
+"""Budgets of costly requests: per caller, in total, and for strangers."""
 
 from __future__ import annotations
 

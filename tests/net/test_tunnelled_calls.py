@@ -33,7 +33,7 @@ def test_a_call_counts_under_the_relay_that_it_comes_through(
         server = Server(surroundings=surroundings, tunnelled=lambda end: "relay X" if end == TUNNEL else "")
         assert server.called(PEER, f"ipv4:127.0.0.1:{port}") == caller
         assert caller_host() == host
-        # who has called from this machine may be dialed there, and who came through a tunnel has not
+        # a peer that called from this machine may be dialed there, but a tunnelled call does not count as one
         assert surroundings.dialable(PEER, NEAR, [NEAR.host]) == ([NEAR.host] if host else [])
 
     asyncio.run(scenario())

@@ -36,7 +36,7 @@ def test_relays_are_dialed_in_the_network_that_the_node_is_in(entered_by: str, d
     assert libp2p(entered_by).dialable([relay]) == [Contact(RELAY.peer_id, tuple(dialed))]
 
 
-def test_a_relay_without_an_address_that_may_be_dialed_and_this_node_itself_are_left_out() -> None:
+def test_relays_without_dialable_addresses_and_the_node_itself_are_left_out() -> None:
     near, own = Contact(RELAY.peer_id, (LAN,)), Contact(OWN.peer_id, (PUBLIC,))
     assert libp2p("8.8.8.8").dialable([near, own]) == []
     assert libp2p("8.8.8.8").dialable([]) == []

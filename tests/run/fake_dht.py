@@ -8,7 +8,7 @@ from typing import Any
 
 from swarm.core.errors import NetworkError
 from swarm.core.identity import Identity
-from swarm.core.ids import Key, PeerId
+from swarm.core.ids import Address, Contact, Key, PeerId
 from swarm.dht.service.dht_service import StoreResult
 from swarm.run.directory import RunDirectory
 
@@ -38,12 +38,15 @@ class FakeDht:
         self.entries: dict[tuple[Key, PeerId, str | None], FakeEntry] = {}
         self.stores = 0
         self.refuses = False
-        self.failing_reads = 0  # that end with an error of the network
+        self.failing_reads = 0  # number of next reads that raise NetworkError
 
     def as_peer(self, own: PeerId) -> Any:
         dht = self
 
         class View:
+            def own(self) -> Contact:
+                return Contact(own, (Address.parse("/ip4/203.0.113.7/tcp/4000"),))
+
             async def store(
                 self,
                 key: Key,

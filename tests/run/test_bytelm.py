@@ -17,6 +17,7 @@ from swarm.run.tasks.corpus import is_held_out, read_corpus
 
 CPU = torch.device("cpu")
 SMALL = {"width": 16, "layers": 2, "heads": 2, "context": 16}
+MIXED = {**SMALL, "experts": 4}
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def data(texts: Path) -> ByteData:
     return ByteData(read_corpus(texts, bytes_max=1 << 20, sample_bytes=17), context=16, device=CPU)
 
 
-@pytest.mark.parametrize("settings", [{}, SMALL, {**SMALL, "layers": 3, "context": 5}])
+@pytest.mark.parametrize("settings", [{}, SMALL, {**SMALL, "layers": 3, "context": 5}, MIXED])
 def test_parameters_are_counted_without_building_the_model(settings: dict[str, int]) -> None:
     task = make_task("bytelm", settings)
     shapes = [tuple(p.shape) for p in task.build_model(0).parameters()]
@@ -42,8 +43,11 @@ def test_parameters_are_counted_without_building_the_model(settings: dict[str, i
     assert sorted(task.describe(8).shapes) == sorted(shapes)
 
 
-def test_the_same_seed_builds_the_same_model_and_leaves_the_global_generator_alone() -> None:
-    task = make_task("bytelm", SMALL)
+@pytest.mark.parametrize("settings", [SMALL, MIXED], ids=["dense", "experts"])
+def test_the_same_seed_builds_the_same_model_and_leaves_the_global_generator_alone(
+    settings: dict[str, int],
+) -> None:
+    task = make_task("bytelm", settings)
     first, second, other = task.build_model(1), task.build_model(1), task.build_model(2)
     pairs = list(zip(first.parameters(), second.parameters(), other.parameters(), strict=True))
     assert all(torch.equal(a, b) for a, b, _ in pairs)
@@ -56,8 +60,9 @@ def test_the_first_loss_is_that_of_a_uniform_guess(data: ByteData) -> None:
     assert data.validation_loss(model) == pytest.approx(math.log(256), abs=0.1)
 
 
-def test_attention_is_causal() -> None:
-    model = make_task("bytelm", SMALL).build_model(0)
+@pytest.mark.parametrize("settings", [SMALL, MIXED], ids=["dense", "experts"])
+def test_attention_is_causal(settings: dict[str, int]) -> None:
+    model = make_task("bytelm", settings).build_model(0)
     text = torch.arange(16)[None]
     changed = text.clone()
     changed[0, 9:] = 200
@@ -67,8 +72,9 @@ def test_attention_is_causal() -> None:
     assert not torch.equal(before[:, 9:], after[:, 9:])
 
 
-def test_the_loss_falls_in_training(data: ByteData) -> None:
-    model = make_task("bytelm", SMALL).build_model(0)
+@pytest.mark.parametrize("settings", [SMALL, MIXED], ids=["dense", "experts"])
+def test_the_loss_falls_in_training(data: ByteData, settings: dict[str, int]) -> None:
+    model = make_task("bytelm", settings).build_model(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     before = data.validation_loss(model)
     for _ in range(60):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -275,7 +276,8 @@ def test_a_model_of_the_hub_is_described_before_it_is_downloaded_and_verified(
 ) -> None:
     settings = {"model": "owner/tiny", "revision": COMMIT, "method": "lora", "sequence_length": 32}
     task = make_task("causal-lm", settings)
-    assert task.describe(1).downloads == ("owner/tiny: 0 MB from the Hugging Face hub (licence apache-2.0)",)
+    (text,) = task.describe(1).downloads
+    assert re.fullmatch(r"owner/tiny: \d+ kB from the Hugging Face hub \(licence apache-2\.0\)", text), text
     assert task.build_model(0).peft_config
     damaged = models / "damaged"
     shutil.copytree(hub, damaged)

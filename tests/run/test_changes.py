@@ -59,7 +59,7 @@ def test_invalid_changes_are_usage_errors() -> None:
         UsageError, match=r"'it' is not a PeerID: one looks like 12D3KooW… and has 52 characters$"
     ):
         sign_change(FIRST, Change(revoke=("it",)), OWNER)
-    with pytest.raises(UsageError, match="is like that already"):
+    with pytest.raises(UsageError, match="has these settings already"):
         sign_change(FIRST, Change(paused=False), OWNER)
     with pytest.raises(UsageError, match="'somebody' is not a PeerID"):
         sign_change(FIRST, Change(ban=("somebody",)), OWNER)

@@ -42,7 +42,7 @@ def test_an_ambiguous_or_wrong_name_is_an_error_that_lists_the_runs() -> None:
     dht, owner = FakeDht(), Identity.generate()
     for name in ("one", "two"):
         asyncio.run(dht.directory(owner.peer_id).publish(signed(owner, name=name)))
-    with pytest.raises(UsageError, match=r"2 runs could be meant: one@\w{20}, two@\w{20}"):
+    with pytest.raises(UsageError, match=r"2 runs match: one@\w{20}, two@\w{20}"):
         asyncio.run(dht.directory().find(None))
     with pytest.raises(UsageError, match=r"has no run 'three'\. It has: one@\w{20}, two@\w{20}"):
         asyncio.run(dht.directory().find("three"))
@@ -52,10 +52,13 @@ def test_an_ambiguous_or_wrong_name_is_an_error_that_lists_the_runs() -> None:
 
 def test_two_runs_with_one_name_are_distinguished_by_their_ids() -> None:
     listings = [RunListing("tiny", "a" * 20), RunListing("tiny", "b" * 20)]
-    with pytest.raises(UsageError, match=r"2 runs could be meant.*Choose one with --run NAME@ID"):
-        choose(listings, "tiny")
+    with pytest.raises(UsageError, match=r"2 runs match.*Choose one with --run NAME@ID"):
+        choose(listings, None)
+    for by_option in (True, False):  # `swarm export tiny --from ADDRESS` names it by an argument
+        with pytest.raises(UsageError, match="Name one of them, as it stands here"):
+            choose(listings, "tiny", by_option=by_option)
     with pytest.raises(UsageError, match="Name one of them, as it stands here"):
-        choose(listings, "tiny", by_option=False)
+        choose(listings, None, by_option=False)
     assert choose(listings, f"tiny@{'b' * 20}") == listings[1]
 
 

@@ -1,4 +1,4 @@
-"""Tests that what volunteers give is added up by day and run, also by several processes and over a damaged
+"""Contributions of volunteers are summed by day and run, also by several processes and after damage of the
 file.
 """
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from swarm.cli.serve import serve
 from swarm.cli.serve_choices import ServeChoices
 from swarm.core.errors import PeerError, UsageError
 from swarm.core.identity import Identity
+from swarm.run import grid_experts
 from swarm.run.changes import Change, restart_needed, sign_change
 from swarm.run.grid import GridSpecification
 from swarm.run.grid_entry import check_agrees, check_module, create_or_enter, module_hash
@@ -47,7 +51,7 @@ def test_the_shipped_example_is_valid() -> None:
         ({"dtype": "int8"}, "test: dtype must be one of"),
         ({"module": "short"}, "test: module"),
         ({"optimizer": {"learning_rate": -1}}, "test: optimizer.learning_rate must be greater than or equal"),
-        ({"optimizer": {"warmup_steps": 5, "training_steps": 5}}, "there are more of them than warmup_steps"),
+        ({"optimizer": {"warmup_steps": 5, "training_steps": 5}}, "they must exceed warmup_steps"),
         ({"hiden_dim": 5}, "test: hiden_dim is not a known key (misspelt?)"),
     ],
     ids=[
@@ -69,7 +73,7 @@ def test_a_wrong_file_is_refused_with_the_key(changes: dict[str, object], messag
 
 
 def test_a_run_cannot_take_the_name_of_a_grid() -> None:
-    with pytest.raises(UsageError, match=r"begin with 'grid\.' are those of grids"):
+    with pytest.raises(UsageError, match=r"begin with 'grid\.' are reserved for grids"):
         RunSpecification.from_table(
             {"name": "grid.x", "target_batch_size": 64, "batch_size": 8, "task": {"name": "bytelm"}}, "test"
         )
@@ -142,7 +146,7 @@ def test_options_that_contradict_the_grid_are_named(
     changes: dict[str, object], given: set[str], message: str
 ) -> None:
     one = signed(Identity.generate())
-    check_agrees(one, grid(**changes), ())  # defaults contradict nothing
+    check_agrees(one, grid(**changes), ())  # default values never contradict
     with pytest.raises(UsageError) as caught:
         check_agrees(one, grid(**changes), given)
     assert message in str(caught.value)
@@ -161,7 +165,7 @@ def test_the_file_of_a_users_own_class_must_be_the_grids(tmp_path: Path) -> None
     with_module = signed(owner, module=module_hash(mine))
     check_module(with_module, mine)
     check_module(signed(owner), None)
-    with pytest.raises(UsageError, match="is another file than that of"):
+    with pytest.raises(UsageError, match="is not the file of"):
         check_module(with_module, other)
     with pytest.raises(UsageError, match=r"get it from the owner, read it, and pass it with --module"):
         check_module(with_module, None)
@@ -201,6 +205,116 @@ def test_experts_are_made_as_the_grid_says() -> None:
     assert (expert.clip_norm, expert.target_batch_size) == (3.0, 96)
 
 
+def small_factory(**settings: Any) -> ExpertFactory:
+    return ExpertFactory(grid(hidden_dim=64, **settings), device="cpu", module=None, keep_activations_bytes=0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "bytes_per_parameter"),
+    [
+        ({}, 16),
+        ({"optimizer": {"name": "sgd"}}, 8),
+        ({"optimizer": {"name": "none"}}, 4),
+        ({"dtype": "bfloat16"}, 16),
+    ],
+)
+def test_the_memory_of_an_expert_has_its_gradients_and_its_optimizer(
+    settings: dict[str, Any], bytes_per_parameter: int
+) -> None:
+    factory = small_factory(**settings)
+    module = factory.make(ExpertUid.parse("ffn.0.1")).module
+    parameters = sum(one.numel() for one in module.parameters())
+    assert factory.bytes_of_one() == bytes_per_parameter * parameters
+
+
+def test_experts_that_do_not_fit_into_memory_are_refused_with_how_many_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Regression: the process was killed, or ended with a traceback."""
+    names = list(grid().patterns[0].names())[:3]
+    factory = small_factory()
+    monkeypatch.setattr(grid_experts, "free_bytes", lambda device: int(2.5 * factory.bytes_of_one()))
+    assert list(factory.make_all(names[:2])) == names[:2]
+    with pytest.raises(
+        UsageError, match=r"3 experts .* do not fit into the memory of cpu, and 2 would: host 2 with"
+    ):
+        factory.make_all(names)
+    monkeypatch.setattr(grid_experts, "free_bytes", lambda device: None)
+    made = iter([factory.make(names[0])])
+
+    def make(uid: ExpertUid) -> Any:
+        for one in made:
+            return one
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(factory, "make", make)
+    with pytest.raises(UsageError, match=r"3 experts .*, and 1 would: host 1 with"):
+        factory.make_all(names)
+
+
+@pytest.mark.parametrize(("memory", "count"), [("600k", 1), ("1.2M", 2), ("1G", 16), ("100k", None)])
+def test_memory_says_how_many_experts_are_hosted(memory: str, count: int | None) -> None:
+    arguments = ["--experts", "ffn.[0:4].[0:4]", "--hidden-dim", "64", "--memory", memory]
+    arguments += ["--listen", "127.0.0.1:0"]
+    choices = ServeChoices.of(serve.make_context("serve", arguments))
+    offered = choices.offered()
+    assert offered is not None
+    factory = choices.factory(offered)
+    node = cast(Any, SimpleNamespace(peer_id=Identity.generate().peer_id))
+    if count is None:
+        with pytest.raises(UsageError, match="--memory 100k is less than one expert takes: "):
+            choices.placing(offered, node, factory)
+    else:
+        assert choices.placing(offered, node, factory).count == count
+
+
+def test_experts_may_be_compiled_before_they_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[bool] = []
+
+    def backend(graph: Any, examples: Any) -> Any:
+        compiled.append(torch.is_grad_enabled())
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    plain, settings = small_factory(), grid(hidden_dim=64)
+    factory = ExpertFactory(settings, device="cpu", module=None, keep_activations_bytes=0, is_compiled=True)
+    uid = ExpertUid.parse("ffn.0.1")
+    one, same = factory.make(uid), plain.make(uid)
+    assert set(compiled) == {False, True}, "for forward and for backward passes"
+    count = len(compiled)
+    for samples in (2, 5, 9):
+        x, gradient = torch.randn(samples, 64), torch.randn(samples, 64)
+        assert torch.allclose(one.forward([x])[0], same.forward([x])[0], atol=1e-6)
+        found, wanted = (expert.backward([(None, [x], [gradient])]) for expert in (one, same))
+        assert torch.allclose(found[0][0], wanted[0][0], atol=1e-6)  # type: ignore[arg-type]
+    assert len(compiled) == count, "batches of any size need no further compilation"
+    assert one.module.state_dict().keys() == same.module.state_dict().keys()
+    for parameter, other in zip(one.module.parameters(), same.module.parameters(), strict=True):
+        assert torch.allclose(parameter, other, atol=1e-6)
+
+
+def test_a_failing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def backend(graph: Any, examples: Any) -> Any:
+        raise RuntimeError("no compiler was found")
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    factory = ExpertFactory(
+        grid(hidden_dim=64), device="cpu", module=None, keep_activations_bytes=0, is_compiled=True
+    )
+    with pytest.raises(UsageError, match=r"(?s)leave --compile out: .*no compiler was found"):
+        factory.make(ExpertUid.parse("ffn.0.1"))
+
+
+def test_activations_of_a_grid_may_be_codes_of_a_lower_rank() -> None:
+    factory = small_factory(expert_class="causal_transformer", sequence_length=12, activation_rank=8)
+    expert = factory.make(ExpertUid.parse("ffn.0.1"))
+    assert str(expert.schema) == "(float32(batch, 1 to 12, 8)) -> float32(batch, 1 to 12, 8)"
+    assert not expert.expert_class, "its class alone would make another module"
+    assert factory.bytes_of_one() == 16 * sum(one.numel() for one in expert.module.parameters())
+    with pytest.raises(UsageError, match="activation_rank is at most hidden_dim"):
+        grid(hidden_dim=64, activation_rank=65)
+
+
 def weights(seed: int, name: str) -> torch.Tensor:
     factory = ExpertFactory(
         grid(hidden_dim=8, seed=seed), device="cpu", module=None, keep_activations_bytes=0
@@ -224,7 +338,7 @@ def test_replicas_of_an_expert_start_equal_and_other_experts_differ() -> None:
     ("options", "members", "guests", "bounds"),
     [
         ((), "invited", "call", (None, None)),
-        (("--open",), "open", "call", (None, None)),
+        (("--open",), "open", "call", (1.0, 0.1)),
         (("--open-training",), "invited", "train", (1.0, 0.1)),
         (("--open-training", "--clip-norm", "5"), "invited", "train", (5.0, 0.1)),
     ],

@@ -57,7 +57,7 @@ def test_an_optimizer_of_the_task_is_built_by_its_name_with_its_settings() -> No
     optimizer = build_optimizer(model, choice, TaskWithAnOptimizer())
     assert type(optimizer) is torch.optim.Rprop
     assert optimizer.defaults["etas"] == [0.4, 1.1]
-    with pytest.raises(UsageError, match="no optimizers of its own"):
+    with pytest.raises(UsageError, match="its task provides none"):
         build_optimizer(model, choice, None)
 
 

@@ -89,7 +89,7 @@ def test_decisions_over_a_day_follow_hours_pauses_and_memory() -> None:
     )
     say, why = decide(limits, status(12 * HOUR, memory_bytes=2_000_000))
     assert say is Decision.LEAVE
-    assert "takes 2 MB of memory" in why
+    assert "takes 2.0 MB of memory" in why
     assert decide(limits, status(banned=True))[0] is Decision.LEAVE
 
 
@@ -159,7 +159,7 @@ def test_what_disturbs_is_what_the_limits_say_and_nothing_that_is_not_known(
     assert bool(said) == bool(found)
 
 
-def test_a_volunteer_pauses_at_once_and_goes_on_when_the_machine_has_been_calm() -> None:
+def test_a_volunteer_pauses_at_once_and_continues_when_the_machine_has_been_calm() -> None:
     calm, limits = Calm(), VolunteerLimits(temperature_c_max=80.0)
 
     def hot(temperature_c: float, now_s: float) -> bool:

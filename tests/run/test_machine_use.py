@@ -232,7 +232,7 @@ class Counted(MachineProbes):
         return super().__getattribute__(name)
 
 
-def test_only_what_the_limits_need_is_asked_and_only_as_often_as_it_matters() -> None:
+def test_probes_run_only_if_limits_need_them_and_at_their_own_intervals() -> None:
     limits = VolunteerLimits(yields_gpu=False, on_battery=True, on_metered=True)
     counted = Counted()
     watch = MachineWatch(counted, lambda: limits)
@@ -253,11 +253,11 @@ def test_only_what_the_limits_need_is_asked_and_only_as_often_as_it_matters() ->
 
 
 @pytest.mark.parametrize("error", [OSError(5, "no sensor"), psutil.AccessDenied(1), NotImplementedError()])
-def test_a_probe_that_fails_knows_nothing_and_the_others_go_on(
+def test_a_probe_that_fails_knows_nothing_and_the_others_continue(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    """Regression: it ended the volunteer at the start, and later the watching, so that a pause lasted for
-    ever.
+    """Regression: it ended the volunteer at the start, and later the watching, so that a pause lasted
+    forever.
     """
 
     def fails() -> None:

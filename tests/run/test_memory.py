@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from importlib.machinery import ModuleSpec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,6 +71,17 @@ def test_on_cuda_training_counts_for_the_device_and_state_copies_for_the_host() 
     assert per_parameter(of(on_cuda=True, saves=True), apart) == (pytest.approx(1.1 * 2 * 12), 0.0)
 
 
+def test_the_libraries_of_a_cuda_build_count_where_the_model_is_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lib").mkdir()
+    spec = ModuleSpec("torch", None, origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr("swarm.run.memory.find_spec", lambda name: spec)
+    of_cpu_build = of().host_bytes
+    (tmp_path / "lib" / "libtorch_cuda.so").touch()
+    assert of().host_bytes >= of_cpu_build + (200 << 20)
+
+
 def test_the_required_memory_of_the_owner_is_a_lower_bound() -> None:
     assert of(requirements={"memory_mb": 1 << 20}).host_bytes == (1 << 20) * 1_000_000
 
@@ -107,10 +120,10 @@ def test_the_sentence_shows_device_and_host_memory_for_a_cuda_device() -> None:
     (notice,) = emitted
     assert isinstance(notice, events.Notice)
     assert notice.text.startswith("on cuda:1: about ")
-    assert "MB of its own memory, of which 8,000 MB are free, and about" in notice.text
+    assert "MB of its own memory, of which 8.0 GB are free, and about" in notice.text
 
 
 @pytest.mark.usefixtures("second_gpu")
 def test_a_cuda_device_with_too_little_memory_is_named() -> None:
-    with pytest.raises(SwarmError, match=r"and 8,000 MB are free on cuda:1: close other programs"):
+    with pytest.raises(SwarmError, match=r"and 8.0 GB are free on cuda:1: close other programs"):
         volunteer("cuda:1", [], width=2048, layers=24, heads=16).choose_device()

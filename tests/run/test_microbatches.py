@@ -198,7 +198,7 @@ def test_steps_of_a_slow_machine_shrink_to_a_quarter_of_an_epoch() -> None:
     assert size.next(8, speeds(0.1, 320.0), OWN) == 1, "one sample at least"
     assert [event.text for event in emitted if event.kind == "notice"] == [  # type: ignore[attr-defined]
         "a step of 8 samples takes this machine more than a quarter of an epoch: training with 1 at a time, "
-        "so that they count in time. The number follows the swarm's speed"
+        "so that they are ready in time for the rounds. The number follows the swarm's speed"
     ]
 
 

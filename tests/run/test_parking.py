@@ -36,7 +36,7 @@ def bytes_of(tensors: list[torch.Tensor]) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
-def test_everything_comes_back_and_training_goes_on_as_without_a_pause(tmp_path: Path) -> None:
+def test_everything_comes_back_and_training_continues_as_without_a_pause(tmp_path: Path) -> None:
     model, optimizer = trained()
     twin, twins_optimizer = trained()
     tensors = everything(model, optimizer)

@@ -68,7 +68,7 @@ def test_a_file_that_cannot_be_understood_is_named_with_what_is_wrong(
 @pytest.mark.parametrize(
     ("key", "text", "said"),
     [
-        ("dayly", "5G", "'dayly' is no preference; there are: hours"),
+        ("dayly", "5G", "'dayly' is not a preference; these exist: hours"),
         ("daily", "x", "daily: a size is written like 4G or 800M, not 'x'"),
         ("cpu", "much", "cpu is a number, not 'much'"),
         ("cpu", "120%", "cpu must be less than or equal to 100"),
@@ -91,7 +91,7 @@ def test_values_are_read_as_people_type_them() -> None:
     assert Preferences(upload=8.0).bandwidth().up_bytes_per_s == 1e6
 
 
-def test_a_change_holds_at_once_and_a_wrong_one_is_said_once_and_changes_nothing(tmp_path: Path) -> None:
+def test_a_change_applies_at_once_and_an_invalid_one_is_reported_once_without_effect(tmp_path: Path) -> None:
     file = written(tmp_path, 'daily = "5G"\n')
     live = LivePreferences(file, "bytelm", Preferences(cpu=50.0))
     assert not live.changed()

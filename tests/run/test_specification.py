@@ -101,8 +101,8 @@ def test_the_demo_trains_what_the_example_trains() -> None:
             "run.toml: the file: mode gossip averages parameters themselves: strategy",
         ),
         (
-            'strategy = "powersgd"\n' + MINIMAL + '[mode]\nname = "diloco"\nstreaming = 2\n',
-            "run.toml: the file: a mode with streaming averages parts of the model, not matrices",
+            'strategy = "powersgd"\n' + MINIMAL + '[mode]\nname = "diloco"\ndelayed = true\n',
+            "run.toml: the file: strategy powersgd needs whole matrices, and a mode with streaming",
         ),
         (
             'codec = "int8"\nmode = "gossip"\n' + MINIMAL,
@@ -162,6 +162,8 @@ def test_a_mode_is_given_by_name_or_as_a_table(owner: Identity) -> None:
     assert written.mode.build() == Diloco(outer_lr=0.5, streaming=4)
     signed = sign(written, owner, version=1, created_s=0.0)
     assert verified(signed.blob).specification == written
+    delayed = RunSpecification.from_toml(MINIMAL + '[mode]\nname = "diloco"\ndelayed = true\n', "run.toml")
+    assert delayed.mode.build() == Diloco(delayed=True)
     for name in ("gradients", "local", "diloco", "gossip"):
         built = specification(mode=name).mode
         parts = ModeParts(inner=torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1))

@@ -14,7 +14,7 @@ from averaging.allreduce.kernels import Averaged, ReductionKernels, Spoiled
 from averaging.allreduce.logic.values import RoundState
 from averaging.reduction.reduce import ReductionJob
 from swarm.core.ids import PeerId
-from swarm.testing.misdeeds import go_silent
+from swarm.testing.sabotage import go_silent
 from swarm.testing.virtual_loop import run_virtual
 from swarm.wire.reduce_pb2 import HeartbeatReply, HeartbeatRequest
 from tests.sim.round_scene import Scene
@@ -74,7 +74,7 @@ def test_two_reducers_that_stall_are_not_waited_for_as_each_others_successors() 
     run_virtual(main())
 
 
-def test_members_whose_time_is_over_a_moment_before_ours_are_not_blamed_for_those_that_stall() -> None:
+def test_members_with_slightly_earlier_deadlines_are_not_blamed_for_stalled_ones() -> None:
     """Regression test: each member gives up at its own deadline, and the others took that for a fault."""
     scene = Scene(4, [1.0] * 4)
     stalling = (2, 3)  # without them there is no majority

@@ -116,7 +116,7 @@ def test_the_sample_of_lost_peers_alone_merges_a_partition(monkeypatch: pytest.M
 
 
 def test_a_one_way_partition_hides_no_record_and_heals() -> None:
-    """Six peers receive from the other six and cannot answer them. Neither side waits for ever, and
+    """Six peers receive from the other six and cannot answer them. Neither side waits forever, and
     afterwards they are one swarm.
     """
     network = OneWayCut(seed=3)
@@ -153,7 +153,7 @@ def test_a_one_way_partition_hides_no_record_and_heals() -> None:
 
 
 def test_an_isolated_peer_rejoins_through_its_book() -> None:
-    """All of the peer's bootstrap peers are gone for good, and it has been without any contact for two
+    """All of the peer's bootstrap peers are gone permanently, and it has been without any contact for two
     hours.
     """
 
@@ -175,7 +175,7 @@ def test_an_isolated_peer_rejoins_through_its_book() -> None:
     play(scenario, seed=5)
 
 
-def test_bootstrap_peers_are_retried_for_ever_but_rarely() -> None:
+def test_bootstrap_peers_are_retried_forever_but_rarely() -> None:
     async def scenario(network: SimulatedNetwork) -> None:
         services = await swarm_of(network, 4)
         gone = network.peer()

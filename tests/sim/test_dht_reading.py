@@ -171,7 +171,7 @@ def test_a_replica_asks_again_after_its_machine_was_suspended() -> None:
         network.trace.clear()
         assert await value_at(replica, KEY) == 1
         assert not network.trace
-        # Its monotonic clock stood still for an hour, while its wall clock went on.
+        # Its monotonic clock stood still for an hour, while its wall clock continued.
         peer_of(network, replica).clock.skew_s += 3600.0
         assert await value_at(replica, KEY) == 1
         assert network.trace

@@ -418,7 +418,7 @@ def test_the_same_seed_gives_the_same_trace() -> None:
     assert run_virtual(scenario()) == run_virtual(scenario())
 
 
-def test_a_record_that_comes_again_is_not_decoded_again_until_the_rules_change_or_it_expires(
+def test_a_repeated_record_is_decoded_again_only_after_a_change_of_rules_or_expiration(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     decoded: list[str] = []

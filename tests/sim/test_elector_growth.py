@@ -67,7 +67,7 @@ def without_quorum(count: int, miss: float, away_rounds: int) -> float:
     [(0.2, 1, 0.0), (0.05, 1, 0.002), (0.2, 30, 0.004)],
     ids=["flap often", "flap", "die"],
 )
-def test_electors_that_come_and_go_are_a_quorum_as_often_as_when_they_left_the_list_at_once(
+def test_intermittent_electors_form_a_quorum_as_often_as_if_they_left_the_list_at_once(
     count: int, miss: float, away_rounds: int, slack: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = without_quorum(count, miss, away_rounds)

@@ -111,7 +111,7 @@ def test_the_electors_hold_the_canonical_state_and_peers_far_from_it_fetch_it(se
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_pair_that_grows_beyond_a_group_goes_on_through_the_grid(seed: int) -> None:
+def test_a_pair_that_grows_beyond_a_group_continues_through_the_grid(seed: int) -> None:
     async def scene() -> None:
         async with trainers(seed, 2, PAIRS) as swarm:
             await train(swarm, 2)
@@ -221,7 +221,7 @@ def test_peers_that_miss_the_first_cells_of_the_first_epoch_hold_up_nobody(late:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_peers_whose_electors_died_go_on_with_a_break_and_one_history(seed: int) -> None:
+def test_peers_whose_electors_died_continue_with_a_break_and_one_history(seed: int) -> None:
     async def scene() -> None:
         async with trainers(seed, 6, dataclasses.replace(PAIRS, round_timeout_s=5.0)) as swarm:
             peers = swarm.peers

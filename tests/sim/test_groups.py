@@ -433,7 +433,7 @@ def test_nobody_is_left_out_because_messages_overtake_one_another(seed: int, key
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_banned_peer_is_in_no_group(seed: int) -> None:
-    """All peers know the banned one, which itself goes on searching."""
+    """All peers know the banned one, which itself continues searching."""
 
     async def scenario() -> None:
         swarm = Swarm(seed)

@@ -27,7 +27,7 @@ def test_peers_behind_relays_alone_form_a_group_in_which_all_reduce(seed: int, h
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_peer_with_an_address_leads_and_reduces_and_calls_nobody_through_a_relay(seed: int) -> None:
+def test_a_peer_with_an_address_leads_and_reduces_without_calls_through_relays(seed: int) -> None:
     async def scenario() -> None:
         swarm = Swarm(seed)
         relay = swarm.network.peer()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 
 import pytest
 
@@ -14,27 +13,18 @@ from swarm.testing.dht_swarm import service_of
 from swarm.testing.network import SimulatedNetwork, SimulatedPeer
 from swarm.testing.training_checkers import TrainingChecks
 from swarm.testing.training_swarm import TrainingConfig, TrainingPeer, TrainingSwarm
-from swarm.testing.virtual_loop import run_virtual
+from swarm.testing.virtual_loop import run_virtual, until
 
 PEERS, RELAYS = 10, 4
 STEP_S, SAMPLES = 0.5, 4
 LEARNED_S = 4.0  # until a peer behind a dead relay has a reservation at another one, and announces it
 EPOCH_S_MAX = 10.0  # with a round that failed because its relay died
-LOOK_S = 0.25
 EPOCHS = 3  # between two deaths
 
 
 @pytest.fixture(autouse=True)
 def _quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)  # each death is a warning of many peers
-
-
-async def until(holds: Callable[[], bool], limit_s: float) -> bool:
-    for _ in range(int(limit_s / LOOK_S)):
-        if holds():
-            return True
-        await asyncio.sleep(LOOK_S)
-    return holds()
 
 
 async def relays_of(network: SimulatedNetwork) -> list[SimulatedPeer]:
@@ -66,7 +56,7 @@ def behind(peers: list[TrainingPeer], relay: SimulatedPeer) -> list[TrainingPeer
         *(pytest.param(h, s, marks=pytest.mark.slow) for h in (3, 9, 10) for s in (1, 2, 3)),
     ],
 )
-def test_a_training_goes_on_while_its_relays_die_one_after_another(hidden: int, seed: int) -> None:
+def test_a_training_continues_while_its_relays_die_one_after_another(hidden: int, seed: int) -> None:
     async def main() -> None:
         network = SimulatedNetwork(seed)
         relays = await relays_of(network)

@@ -1,4 +1,4 @@
-"""A trainer that is interrupted by Ctrl-C in the middle of a step, and goes on."""
+"""A trainer that is interrupted by Ctrl-C in the middle of a step, and continues."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def step_on_after_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("mode", ["gradients", "local"])
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_trainer_that_catches_an_interrupt_goes_on(
+def test_a_trainer_that_catches_an_interrupt_continues(
     moment: str, mode: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression test: a round that ran on unseen, or that nobody could take, made all further steps fail
@@ -107,7 +107,7 @@ LATE_MOMENTS = {
 
 def interrupt_each_once(moment: str, after_s: float, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Interrupt each trainer once at this moment, in the second after `after_s`. Return the times of the
-    interrupts, a list that grows. Trainers go on.
+    interrupts, a list that grows. Trainers continue.
     """
     kind, name = LATE_MOMENTS[moment]
     called, interrupted = getattr(kind, name), list[Any]()
@@ -132,8 +132,8 @@ def test_two_trainers_that_lose_a_committed_round_meet_again(
     moment: str, mode: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression test: they did not know that their votes in it bind them. One waited for a quorum, the other
-    loaded the state again and again, until after 50 s the first one went on alone. Where the certificate was
-    in the history and its result not in the state, what they certified afterwards could not be compared.
+    loaded the state again and again, until after 50 s the first one continued alone. Where the certificate
+    was in the history and its result not in the state, what they certified afterwards could not be compared.
     """
     caplog.set_level(logging.CRITICAL)
     times_s = interrupt_each_once(moment, 10.0, monkeypatch)

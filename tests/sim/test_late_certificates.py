@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,7 +15,7 @@ from swarm.testing.checkers import Violations
 from swarm.testing.network import LinkConfig, SimulatedNetwork
 from swarm.testing.training_checkers import TrainingChecks
 from swarm.testing.training_swarm import TrainingConfig, TrainingPeer, TrainingSwarm
-from swarm.testing.virtual_loop import run_virtual
+from swarm.testing.virtual_loop import run_virtual, until
 
 STEP_S, SAMPLES = 0.5, 4
 BACK_S = 15.0  # until reports of the others have come, and the state is loaded
@@ -90,7 +89,7 @@ def test_a_peer_whose_round_failed_adopts_the_certificate_that_its_own_vote_made
             config = TrainingConfig(target_batch_size=2 * count * SAMPLES, mode=mode)  # an epoch takes 1 s
             swarm = TrainingSwarm(network, config, checks.on_step, group)
             peers = [await swarm.add(batch=SAMPLES, compute_s=STEP_S) for _ in range(count)]
-            assert await _until(lambda: all(_epoch(one) >= 3 for one in peers), 60.0)
+            assert await until(lambda: all(_epoch(one) >= 3 for one in peers), 60.0)
             for one in peers:
                 checks.ledger.read(one, loop.time())
             electors = checks.ledger.electors(checks.newest(peers) or b"") or ()
@@ -103,10 +102,10 @@ def test_a_peer_whose_round_failed_adopts_the_certificate_that_its_own_vote_made
                 await asyncio.sleep(cut_s)
                 network.partition()
             healed_s = loop.time()
-            assert await _until(lambda: deaf[0].over, 60.0)
-            assert await _until(lambda: len({_head(one) for one in peers}) == 1, 120.0)
+            assert await until(lambda: deaf[0].over, 60.0)
+            assert await until(lambda: len({_head(one) for one in peers}) == 1, 120.0)
             back_s, epoch = loop.time() - healed_s, _epoch(others[0])
-            assert await _until(lambda: min(map(_epoch, peers)) > epoch + 2, 60.0), "they train on together"
+            assert await until(lambda: min(map(_epoch, peers)) > epoch + 2, 60.0), "they train on together"
             for one in peers:
                 checks.ledger.read(one, loop.time())
             await swarm.close()
@@ -115,7 +114,7 @@ def test_a_peer_whose_round_failed_adopts_the_certificate_that_its_own_vote_made
         extending = [one for one in checks.ledger.certificates.values() if one.proposal.head == head]
         assert [one.proposal for one in extending if not one.proposal.is_break] == [deaf[0].tally.proposal]
         breaks = [one for one in checks.ledger.certificates.values() if one.proposal.is_break]
-        assert cut_s >= GRACE_S_MIN or not breaks, "nobody goes on by itself before the grace is over"
+        assert cut_s >= GRACE_S_MIN or not breaks, "nobody continues by itself before the grace is over"
         return back_s
 
     assert run_virtual(main()) <= BACK_S
@@ -127,11 +126,3 @@ def _epoch(one: TrainingPeer) -> int:
 
 def _head(one: TrainingPeer) -> str:
     return one.optimizer.history_head if one.optimizer is not None else ""
-
-
-async def _until(holds: Callable[[], bool], limit_s: float) -> bool:
-    end_s, found = asyncio.get_running_loop().time() + limit_s, False
-    while not found and asyncio.get_running_loop().time() < end_s:
-        await asyncio.sleep(0.25)
-        found = holds()
-    return found

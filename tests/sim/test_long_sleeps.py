@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 
@@ -13,7 +13,7 @@ from swarm.testing.checkers import Violations
 from swarm.testing.network import LinkConfig, SimulatedNetwork
 from swarm.testing.training_checkers import TrainingChecks
 from swarm.testing.training_swarm import TrainingConfig, TrainingPeer, TrainingSwarm
-from swarm.testing.virtual_loop import run_virtual
+from swarm.testing.virtual_loop import run_virtual, until
 
 STEP_S, SAMPLES = 0.5, 4
 BACK_S = 20.0  # until reports of the others have come, and the state is loaded
@@ -57,7 +57,7 @@ def test_a_peer_returns_after_more_certificates_than_a_history_keeps(
             config = TrainingConfig(target_batch_size=2 * count * SAMPLES)  # an epoch takes 1 s
             swarm = TrainingSwarm(network, config, checks.on_step, group)
             peers = [await swarm.add(batch=SAMPLES, compute_s=STEP_S) for _ in range(count)]
-            assert await _until(lambda: _epoch(peers) >= 3, 60.0)
+            assert await until(lambda: _epoch(peers) >= 3, 60.0)
             for one in peers:
                 checks.ledger.read(one, loop.time())
             electors = checks.ledger.electors(checks.newest(peers) or b"") or ()
@@ -69,16 +69,16 @@ def test_a_peer_returns_after_more_certificates_than_a_history_keeps(
             away.peer.frozen, away.hangs = how == "cut" or how == "sleeps", how == "sleeps"
             away.peer.clock.stopped_s = away.peer.clock.swarm_s() if how == "sleeps" else None
             trains = peers if how != "cut" else [away, *peers]
-            assert await _until(lambda: _epoch(trains) > began + kept + 5, 4.0 * (kept + 20) * count)
+            assert await until(lambda: _epoch(trains) > began + kept + 5, 4.0 * (kept + 20) * count)
             for one in (away, *peers):
                 checks.ledger.read(one, loop.time())
             back_s = loop.time()
             away.peer.frozen, away.hangs, away.peer.clock.stopped_s = False, False, None
             if how == "restarts":
                 away = await swarm.add(peer=away.peer, checkpoint=checkpoint, batch=SAMPLES, compute_s=STEP_S)
-            assert await _until(lambda: len({_head(one) for one in (away, *peers)}) == 1, 120.0)
+            assert await until(lambda: len({_head(one) for one in (away, *peers)}) == 1, 120.0)
             back_s, epoch = loop.time() - back_s, _epoch(peers)
-            assert await _until(lambda: _epoch([away, *peers]) > epoch + 2, 60.0), "they train on together"
+            assert await until(lambda: _epoch([away, *peers]) > epoch + 2, 60.0), "they train on together"
             await swarm.close()
         assert not checks.violations.count, checks.violations.lines
         return back_s
@@ -92,11 +92,3 @@ def _epoch(peers: Sequence[TrainingPeer]) -> int:
 
 def _head(one: TrainingPeer) -> str:
     return one.optimizer.history_head if one.optimizer is not None else ""
-
-
-async def _until(holds: Callable[[], bool], limit_s: float) -> bool:
-    end_s, found = asyncio.get_running_loop().time() + limit_s, False
-    while not found and asyncio.get_running_loop().time() < end_s:
-        await asyncio.sleep(0.25)
-        found = holds()
-    return found

@@ -30,8 +30,8 @@ LAST = FIRST + 2 * EPOCHS_MAX
 def test_a_newcomer_takes_part_in_the_rounds_of_founders_that_are_faster_than_its_messages(
     seed: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Regression test: a newcomer reported an epoch whose head it did not follow, or went on searching for a
-    round that was over. The founders waited for it meanwhile until the account of strangers was empty, and
+    """Regression test: a newcomer reported an epoch whose head it did not follow, or continued searching for
+    a round that was over. The founders waited for it meanwhile until the account of strangers was empty, and
     from then on they were always further than it knew.
     """
     caplog.set_level(logging.ERROR)

@@ -271,7 +271,7 @@ def test_records_of_shards_that_cannot_be_read_are_an_ordinary_error() -> None:
         presence = large.presences[0]
         assert presence.shard.bits
         large.dhts[0].fails = True
-        with pytest.raises(NetworkError, match="no peer answered"):  # searches go on with what they know
+        with pytest.raises(NetworkError, match="no peer answered"):  # searches continue with what they know
             await presence.read(5.0)
         with pytest.raises(NetworkError):
             await presence.read_at("16.12.5", 5.0)

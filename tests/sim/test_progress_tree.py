@@ -1,5 +1,5 @@
-"""Trackers of a run of several shards on virtual time: epochs go on, liars do not move them, and the run is
-split and merged.
+"""Trackers of a run of several shards on virtual time: epochs continue, liars do not move them, and the run
+is split and merged.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ def test_cuts_and_freezes_do_not_fork_a_round(seed: int) -> None:
     ]
     scene = Scene(seed, weights, auxiliary)
 
-    async def befall() -> None:
+    async def begin_faults() -> None:
         for _ in range(rng.randint(1, 3)):
             await asyncio.sleep(0.15 * rng.random())
             kind = rng.choice(["split", "one way", "freeze"])
@@ -163,7 +163,7 @@ def test_cuts_and_freezes_do_not_fork_a_round(seed: int) -> None:
     async def main() -> None:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(scene.run(place)) for place in range(count)]
-            tasks.create_task(befall())
+            tasks.create_task(begin_faults())
         outcomes = [task.result() for task in running]
         taking = [outcome for place, outcome in enumerate(outcomes) if place not in auxiliary]
         one_result(taking)

@@ -71,7 +71,7 @@ class Recorded(AllReduce):
 
 @dataclass
 class Play:
-    """A swarm, a group in it, and what befalls it."""
+    """A swarm, a group in it, and its faults."""
 
     seed: int
     rng: random.Random

@@ -57,7 +57,7 @@ LONG = [
     "setting", [*SHORT, *(pytest.param(one, marks=pytest.mark.slow) for one in LONG)], ids=str
 )
 def test_one_head_has_one_certificate_whatever_happens_in_two_rounds(setting: RoundSetting) -> None:
-    """From each twentieth state, the honest peers also go on together once nothing fails any more."""
+    """From each twentieth state, the honest peers also continue together once nothing fails any more."""
     report = explore(setting, heal_every=20)
     assert report.certified
     assert report.healed
@@ -78,7 +78,7 @@ WALKS = [
 )
 @pytest.mark.parametrize("setting", WALKS, ids=str)
 def test_one_head_has_one_certificate_in_random_rounds(setting: RoundSetting, seed: int) -> None:
-    """The long form takes a million steps."""
+    """The long form takes a million steps: ten minutes of processor time."""
     assert walk(setting, seed, count=300 if seed < 2 else 1000).steps
 
 
@@ -122,3 +122,12 @@ def test_the_model_finds_a_rule_that_is_broken(mutant: str, monkeypatch: pytest.
     break_it(monkeypatch)
     with pytest.raises((ForkError, InvalidCommitError, StuckError)):
         explore(setting)
+
+
+@pytest.mark.parametrize(
+    "mutant", ["a peer forgets what it voted for", "any attempt that failed here frees its vote"]
+)
+def test_random_rounds_find_a_rule_that_is_broken(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    MUTANTS[mutant][1](monkeypatch)
+    with pytest.raises((ForkError, InvalidCommitError, StuckError)):
+        _ = [walk(setting, seed, count=500) for seed in range(10) for setting in WALKS[:2]]

@@ -203,7 +203,7 @@ def test_member_without_weight_that_opens_its_streams_after_the_end_is_given_the
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("bad", [0, 5000, 9999])
-def test_everybody_is_told_why_a_member_was_left_out_before_the_round_is_committed(
+def test_all_members_learn_why_a_member_was_left_out_before_the_commit(
     seed: int, bad: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression test: a member whose own value, in the part that it reduces itself, cannot be sent was the

@@ -111,7 +111,7 @@ def test_a_volunteer_whose_step_takes_many_epochs_costs_the_others_little(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Regression test: an epoch of 30 ms waited for a step of 150 ms, for 5 s in all, and then a tenth of
-    the time for ever, which was too short for the volunteer to come. Waits come when the volunteer's account
+    the time forever, which was too short for the volunteer to come. Waits come when the volunteer's account
     covers a whole step, so that the mean of several runs is compared.
     """
     caplog.set_level(logging.CRITICAL)

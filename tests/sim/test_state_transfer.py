@@ -116,7 +116,7 @@ class _Quitter(Donor):
 
 
 @pytest.mark.parametrize(
-    ("kind", "complaint"), [(_Liar, "digest is not what it had declared"), (_Quitter, "out of memory")]
+    ("kind", "complaint"), [(_Liar, "digest differs from the declared one"), (_Quitter, "out of memory")]
 )
 def test_a_bad_donor_is_named_and_the_others_give_the_rest(kind: type[Donor], complaint: str) -> None:
     async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
@@ -198,7 +198,7 @@ def test_a_download_from_a_single_frozen_donor_fails() -> None:
 
 
 def test_a_download_resumes_after_a_broken_connection_without_fetching_a_chunk_twice() -> None:
-    """The joiner's cable is out for ten seconds, while the swarm goes on to another epoch: donors keep
+    """The joiner's cable is out for ten seconds, while the swarm continues to another epoch: donors keep
     leased states.
     """
 
@@ -266,7 +266,7 @@ def test_a_donor_that_fails_is_replaced_by_one_that_was_not_asked(monkeypatch: p
         donor(peers[2], state_of(1))
         download = joining(joiner, state_of(2))
         fetched = await download.fetch([peer.contact for peer in peers], 60)
-        assert download.liars == {peers[0].peer_id}, "who lies is told apart from who fails"
+        assert download.liars == {peers[0].peer_id}, "liars are distinguished from failed donors"
         assert set(fetched.failures) == {peers[0].peer_id, peers[1].peer_id}
         assert fetched.donors.keys() == {peers[1].peer_id, peers[2].peer_id}
 

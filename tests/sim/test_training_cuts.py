@@ -1,11 +1,10 @@
-"""A training that loses its quorum, at every moment of an epoch: how soon those that are left go on."""
+"""A training that loses its quorum, at every moment of an epoch: how soon those that are left continue."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from swarm.testing.checkers import Violations
 from swarm.testing.network import LinkConfig, SimulatedNetwork
 from swarm.testing.training_checkers import TrainingChecks
 from swarm.testing.training_swarm import TrainingConfig, TrainingPeer, TrainingSwarm
-from swarm.testing.virtual_loop import run_virtual
+from swarm.testing.virtual_loop import run_virtual, until
 from swarm.wire.state_pb2 import OpenReply, OpenRequest
 
 STEP_S, SAMPLES = 0.5, 4
@@ -35,7 +34,7 @@ GOES_ON_S = GRACE_S_MIN + 12.0
     ("mode", "epoch_s", "moment"),
     [("gradients", 2.0, moment) for moment in (0, 1, 4, 14, 22)] + [("local", 5.0, 0), ("diloco", 5.0, 9)],
 )
-def test_peers_that_lost_the_quorum_go_on_after_the_grace(
+def test_peers_that_lost_the_quorum_continue_after_the_grace(
     mode: str, epoch_s: float, moment: int, cut: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The two of four peers that decide a tie are killed or cut off. One of the others may be in a search for
@@ -43,7 +42,7 @@ def test_peers_that_lost_the_quorum_go_on_after_the_grace(
     an epoch, and the seed.
     """
     caplog.set_level(logging.CRITICAL)
-    goes_on_s = run_virtual(_seconds_until_two_of_four_go_on(mode, epoch_s, moment, cut=cut))
+    goes_on_s = run_virtual(_seconds_until_two_of_four_continue(mode, epoch_s, moment, cut=cut))
     assert goes_on_s is not None
     assert goes_on_s <= GOES_ON_S + 3 * 2 * epoch_s, (
         "two complete epochs of two peers, which take twice as long"
@@ -55,7 +54,7 @@ def test_a_peer_that_trains_on_without_a_quorum_says_once_that_it_waits(
 ) -> None:
     """Regression test: it said so at every step."""
     caplog.set_level(logging.WARNING, "averaging.optim.closing")
-    run_virtual(_seconds_until_two_of_four_go_on("local", 5.0, 0, cut=True))
+    run_virtual(_seconds_until_two_of_four_continue("local", 5.0, 0, cut=True))
     said = [text for text in caplog.messages if "is full, and not closed" in text]
     epochs = Counter(text.partition(" is full")[0] for text in said)
     assert epochs
@@ -117,7 +116,7 @@ def test_votes_that_bind_in_a_round_over_the_state_cost_one_grace(
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("mode", ["gradients", "local"])
 @pytest.mark.parametrize("seed", range(2))
-def test_a_peer_that_goes_on_with_a_break_does_not_wait_for_one_that_loads_a_state(
+def test_a_peer_that_continues_with_a_break_does_not_wait_for_one_that_loads_a_state(
     seed: int, mode: str, count: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression test: of `count` peers the half that decides is cut off, and a newcomer's download hangs.
@@ -142,7 +141,7 @@ def test_a_peer_that_goes_on_with_a_break_does_not_wait_for_one_that_loads_a_sta
             config = TrainingConfig(target_batch_size=2 * count * SAMPLES, mode=mode)  # an epoch takes 1 s
             swarm = TrainingSwarm(network, config, checks.on_step, group)
             peers = [await swarm.add(batch=SAMPLES, compute_s=STEP_S) for _ in range(count)]
-            await _until(lambda: all(one.optimizer is not None and _epoch(one) >= 3 for one in peers), 60.0)
+            await until(lambda: all(one.optimizer is not None and _epoch(one) >= 3 for one in peers), 60.0)
             for one in peers:
                 checks.ledger.read(one, loop.time())
             electors = checks.ledger.electors(checks.newest(peers) or b"") or ()
@@ -156,7 +155,7 @@ def test_a_peer_that_goes_on_with_a_break_does_not_wait_for_one_that_loads_a_sta
             await asyncio.sleep(GRACE_S_MIN - 2.0)
             network.partition([one.peer for one in peers[:-1]])
             epoch = _epoch(left)
-            await _until(lambda: _epoch(left) > epoch + 1, 100.0)
+            await until(lambda: _epoch(left) > epoch + 1, 100.0)
             goes_on_s = loop.time() - began_s
             await swarm.close()
         assert not checks.violations.count, checks.violations.lines
@@ -187,19 +186,19 @@ def test_a_peer_gives_up_a_state_that_no_live_peer_has(
         async with asyncio.TaskGroup() as group:
             swarm = TrainingSwarm(network, TrainingConfig(target_batch_size=24), checks.on_step, group)
             peers = [await swarm.add(batch=SAMPLES, compute_s=STEP_S) for _ in range(3)]
-            await _until(lambda: all(one.optimizer is not None and _epoch(one) >= 3 for one in peers), 60.0)
+            await until(lambda: all(one.optimizer is not None and _epoch(one) >= 3 for one in peers), 60.0)
             left, *others = peers[::-1]
             network.partition([left.peer])
             epoch = _epoch(left)
-            assert await _until(lambda: min(map(_epoch, others)) > epoch + 1, 60.0)
+            assert await until(lambda: min(map(_epoch, others)) > epoch + 1, 60.0)
             with monkeypatch.context() as patched:
                 patched.setattr(Donor, "on_open", is_busy)
                 network.heal()
-                assert await _until(lambda: asked, 30.0)
+                assert await until(lambda: asked, 30.0)
             for one in others:
                 await swarm.kill(one)
             began_s, epoch = loop.time(), _epoch(left)
-            await _until(lambda: _epoch(left) > epoch, 200.0)
+            await until(lambda: _epoch(left) > epoch, 200.0)
             goes_on_s = loop.time() - began_s
             await swarm.close()
         assert not checks.violations.count, checks.violations.lines
@@ -209,7 +208,7 @@ def test_a_peer_gives_up_a_state_that_no_live_peer_has(
     assert run_virtual(main()) <= 15.0 + GOES_ON_S
 
 
-async def _seconds_until_two_of_four_go_on(
+async def _seconds_until_two_of_four_continue(
     mode: str, epoch_s: float, moment: int, *, cut: bool
 ) -> float | None:
     violations = Violations()
@@ -266,33 +265,24 @@ async def _restart_from_a_file_in_a_cut(seed: int, path: Path) -> list[str]:
         config = TrainingConfig(target_batch_size=3 * 4 * SAMPLES)
         swarm = TrainingSwarm(network, config, checks.on_step, group)
         peers = [await swarm.add(batch=SAMPLES, compute_s=STEP_S * (1 + 0.1 * n)) for n in range(3)]
-        if await _until(lambda: all(one.optimizer is not None and _epoch(one) >= 3 for one in peers), 60.0):
+        if await until(lambda: all(one.optimizer is not None and _epoch(one) >= 3 for one in peers), 60.0):
             came.append("trained")
         lone = peers[-1]
         network.partition([lone.peer])
-        if await _until(lambda: _line(lone) != "", 90.0):
+        if await until(lambda: _line(lone) != "", 90.0):
             came.append("broke")
         state = lone.save_state(path)
         await swarm.kill(lone)
         lone = await swarm.add(batch=SAMPLES, compute_s=STEP_S, peer=lone.peer, checkpoint=state)
-        if await _until(lambda: lone.optimizer is not None and _line(lone) != "", 10.0):
+        if await until(lambda: lone.optimizer is not None and _line(lone) != "", 10.0):
             came.append("resumed")
         network.heal()
         peers[-1] = lone
-        if await _until(lambda: all(_line(one) == "" for one in peers), 60.0):
+        if await until(lambda: all(_line(one) == "" for one in peers), 60.0):
             came.append("united")
         await swarm.close()
     assert not violations.count, violations.lines
     return came
-
-
-async def _until(condition: Callable[[], bool], limit_s: float) -> bool:
-    """Return whether the condition came to hold within `limit_s`."""
-    loop = asyncio.get_running_loop()
-    end_s = loop.time() + limit_s
-    while not (holds := condition()) and loop.time() < end_s:  # noqa: ASYNC110 - virtual time
-        await asyncio.sleep(0.25)
-    return holds
 
 
 def _line(one: TrainingPeer) -> str:

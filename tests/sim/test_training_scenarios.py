@@ -74,7 +74,7 @@ def test_many_seeds_run_in_batches_and_each_failure_is_that_of_its_seed(over: in
             pool.submit(run, scenarios[0])
 
 
-def test_an_exception_of_one_seed_is_its_failure_and_the_others_go_on() -> None:
+def test_an_exception_of_one_seed_is_its_failure_and_the_others_continue() -> None:
     def run(scenario: TrainingScenario) -> str:
         if scenario.seed == 2:
             raise ValueError("a fault of the simulation itself")

@@ -6,6 +6,7 @@ with the peers at an address. Prints a line of JSON. Started by test_process_gro
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import sys
@@ -37,32 +38,49 @@ def shared_by_ranks(net: torch.nn.Module, kind: str) -> torch.nn.Module:
     return net
 
 
+def join(
+    stack: ExitStack, asked: dict[str, Any], net: torch.nn.Module, run: str
+) -> tuple[swarm.Node | None, ProcessGroupOptimizer]:
+    """Return the node of rank 0 and the optimizer, both closed with the stack."""
+    node = None
+    if dist.get_rank() == 0:
+        node = stack.enter_context(swarm.Node(asked["bootstrap"], "127.0.0.1:0", config=LOCAL))
+    opt = ProcessGroupOptimizer(
+        adam(net),
+        node=node,
+        run=run,
+        target_batch_size=asked.get("target", TARGET),
+        batch_size_per_step=BATCH,
+        mode=asked["mode"],
+        codec="float32",
+        config=QUICK,
+        state_sync_epochs=0,
+    )
+    return node, stack.enter_context(opt)
+
+
 def main(asked: dict[str, Any]) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank, size = dist.get_rank(), dist.get_world_size()
     net = shared_by_ranks(build(asked.get("seed", 0)), asked["kind"])
     with ExitStack() as stack:
-        node = None
-        if rank == 0:
-            node = stack.enter_context(swarm.Node(asked["bootstrap"], "127.0.0.1:0", config=LOCAL))
-        opt = stack.enter_context(
-            ProcessGroupOptimizer(
-                adam(net),
-                node=node,
-                run=asked["run"],
-                target_batch_size=asked.get("target", TARGET),
-                batch_size_per_step=BATCH,
-                mode=asked["mode"],
-                codec="float32",
-                config=QUICK,
-                state_sync_epochs=0,
-            )
-        )
+        node, opt = join(stack, asked, net, asked["run"])
         if node is not None:
             print(json.dumps({"address": node.addresses[0], "pid": os.getpid()}), flush=True)
         loaded = opt.load_state_from_peers(timeout_s=30)
         batches, reports = 0, []
+        resumes_at = asked.get("resumes_at")
         while opt.epoch < asked["epochs"]:
+            if (
+                opt.epoch == resumes_at
+            ):  # as a program that is started again: nothing is left but what it saved
+                resumes_at = None
+                saved, weights = copy.deepcopy(opt.state_dict()), copy.deepcopy(net.state_dict())
+                stack.close()
+                net = shared_by_ranks(build(seed=99), asked["kind"])
+                node, opt = join(stack, asked, net, f"{asked['run']} again")
+                net.load_state_dict(weights)
+                opt.load_state_dict(saved)
             opt.zero_grad()
             backward(net, batch(1000 * asked.get("number", 0) + size * batches + rank))
             batches += 1
@@ -70,9 +88,6 @@ def main(asked: dict[str, Any]) -> None:
                 os._exit(1)
             report = opt.step()
             reports.append(report)
-        if asked.get("resumes"):
-            saved = opt.state_dict()
-            opt.load_state_dict(saved)
         whole = [getattr(p, "full_tensor", lambda p=p: p)() for p in net.parameters()]
         found = {
             "rank": rank,
@@ -80,7 +95,6 @@ def main(asked: dict[str, Any]) -> None:
             "batches": batches,
             "loaded": loaded.loaded,
             "contributed": sum(report.contributed for report in reports),
-            "carries_progress": bool(reports) and not reports[-1].stepped,
             "parameters": [one.detach().flatten().tolist() for one in whole],
             "digest": opt.swarm.state_digest() if opt.swarm is not None else None,
         }

@@ -276,7 +276,7 @@ def test_a_delta_is_applied_in_the_background(nodes: list[Node]) -> None:
             pending.result(0.01)
         with pytest.raises(UsageError, match="in progress"):
             party.averagers[0].step()
-        party.tensors[0][0] += 100.0  # training goes on
+        party.tensors[0][0] += 100.0  # training continues
         assert not party.averagers[1].step().failed
         result = pending.result(10.0)
         assert not result.failed

@@ -26,14 +26,14 @@ def test_peers_have_one_history_and_equal_states_soon_after_a_cut(
 ) -> None:
     outcome = measure(mode, sizes, cut_s)
     assert outcome.agreed_s is not None
-    assert outcome.epochs_during >= 2, "the side with a quorum goes on"
+    assert outcome.epochs_during >= 2, "the side with a quorum continues"
     assert outcome.epochs_given_up == 0, "the other side waits for longer than this cut lasts"
     assert outcome.rounds_lost <= 1, "that which was running"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "sizes"), [("gradients", (2, 2)), ("diloco", (1, 2))])
-def test_the_side_that_went_on_by_itself_after_the_grace_gives_its_epochs_up(
+def test_the_side_that_continued_by_itself_after_the_grace_gives_its_epochs_up(
     mode: str, sizes: tuple[int, int]
 ) -> None:
     outcome = measure(mode, sizes, 25.0)

@@ -104,7 +104,7 @@ class Peers:
             return results
 
     def background(self, move: Callable[[], None]) -> list[RoundResult]:
-        """A delayed round: training goes on, and the difference is added when the result is taken."""
+        """A delayed round: training continues, and the difference is added when the result is taken."""
         pending = [averager.step(timeout_s=STEP_S, wait=False, apply="delta") for averager in self.averagers]
         move()
         return [one.result(STEP_S + 10.0) for one in pending]
@@ -316,7 +316,7 @@ def test_a_member_without_memory_fails_alone_and_the_next_round_succeeds(
         held = _state_of(poor)
         assert (held is None) == (before_held is None)
         assert held is None or torch.equal(held, before_held)  # type: ignore[arg-type]
-        for result in (first, last):  # the others went on
+        for result in (first, last):  # the others continued
             assert not result.failed, result
             assert nodes[1].peer_id in result.left_out or nodes[1].peer_id not in result.peers
         queue.memory = queue.slots_max = None

@@ -101,7 +101,7 @@ def test_a_peer_that_enters_through_the_internet_announces_nothing_before_it_was
         assert (node.addresses, node.reach) == ([], "none")
 
 
-def test_a_peer_that_enters_by_a_name_announces_near_addresses_once_the_name_is_known_to_be_near(
+def test_a_peer_that_enters_by_a_host_name_announces_private_addresses_once_the_name_resolves_to_one(
     asked: Node,
 ) -> None:
     named = Contact(asked.peer_id, (Address("localhost", asked.contact.addresses[0].port),))

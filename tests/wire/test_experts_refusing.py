@@ -5,6 +5,7 @@ caller.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import os
 from collections.abc import Coroutine
@@ -199,7 +200,9 @@ class ExitInBackward(torch.autograd.Function):
 
 
 def test_a_module_that_exits_fails_only_its_caller() -> None:
-    """Regression: the computing thread ended for good, while the server went on declaring its experts."""
+    """Regression: the computing thread ended permanently, while the server continued declaring its
+    experts.
+    """
     with pair({"ffn.0": expert(Exiting())}) as two:
         remote = two.remote()
         with pytest.raises(swarm.ExpertFailed, match="SystemExit: the module left"):
@@ -271,3 +274,52 @@ def test_a_bad_request_in_a_batch_fails_only_its_caller(backward: bool) -> None:
         assert torch.equal(good, torch.full((1, 16), 2.0))
         assert torch.equal(also_good, torch.full((1, 16), 2.0 if backward else 4.0))
         assert "unlucky number" in bad
+
+
+def test_announcements_of_slow_senders_lock_nobody_out() -> None:
+    """Regression: two identities that announced 1,024 MiB and sent a byte now and then made every larger call
+    of others hear "overloaded".
+    """
+    width, batch = 16384, 4096
+    announced = batch * width * 4
+    hosted = swarm.Expert(torch.nn.Identity(), (torch.zeros(1, width),))
+    with contextlib.ExitStack() as stack:
+        both = stack.enter_context(pair({"ffn.0": hosted}))
+        request = ExpertRequest(
+            uid="ffn.0",
+            schema_digest=both.replica.schema,
+            batch=batch,
+            tensors=[TensorHeader(payload_bytes=announced)],
+            payload_bytes=announced,
+        )
+        senders = [
+            stack.enter_context(swarm.Node(bootstrap=both.host.addresses, listen=None)) for _ in range(2)
+        ]
+
+        async def announce(node: swarm.Node, sent: asyncio.Event, done: asyncio.Event) -> None:
+            stream_of = node.channels.open_stream(both.host.contact, EXCHANGE, timeout_s=20.0)
+            async with stream_of as stream:
+                await stream.send(request.SerializeToString())
+                await stream.send(b"x")
+                sent.set()
+                await done.wait()
+
+        async def slowly(node: swarm.Node) -> tuple[asyncio.Event, list[asyncio.Task[None]]]:
+            done, tasks = asyncio.Event(), []
+            for _ in range(2):
+                sent = asyncio.Event()
+                tasks.append(asyncio.get_running_loop().create_task(announce(node, sent, done)))
+                await sent.wait()
+            return done, tasks
+
+        async def end(done: asyncio.Event, tasks: list[asyncio.Task[None]]) -> None:
+            done.set()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        held = [(node, *node.network.run(slowly(node), 20.0)) for node in senders]
+        x = torch.randn(32, width)  # 2 MiB: a stream
+        y = both.remote(forward_timeout_s=10.0)(x)
+        assert torch.equal(y, x)
+        for node, done, tasks in held:
+            assert not any(task.done() for task in tasks), "they are still being received"
+            node.network.run(end(done, tasks), 20.0)

@@ -1,4 +1,6 @@
-"""Floods of one connection: the peer that is flooded goes on with everything else, and holds little of it."""
+"""Floods of one connection: the peer that is flooded continues with everything else, and holds little of
+it.
+"""
 
 from __future__ import annotations
 
@@ -109,7 +111,7 @@ def node() -> Iterator[Node]:
 
 
 async def is_served(node: Node) -> None:
-    """Make an honest call while the flood goes on."""
+    """Make an honest call while the flood continues."""
 
     def call() -> None:
         with Node(listen=None, bootstrap=node.addresses) as honest:

@@ -30,9 +30,7 @@ learning_rate = 0.01
 """
 
 
-@pytest.fixture(autouse=True)
-def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SWARM_HOME", str(tmp_path / "home"))
+pytestmark = pytest.mark.usefixtures("home")
 
 
 def export(*arguments: str) -> dict[str, Any]:
@@ -45,7 +43,7 @@ def plain() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
 
 
-def test_a_trained_grid_is_exported_and_goes_on_on_other_servers(tmp_path: Path) -> None:
+def test_a_trained_grid_is_exported_and_continues_on_other_servers(tmp_path: Path) -> None:
     file = tmp_path / "ffn.toml"
     file.write_text(GRID)
     x = torch.randn(6, 16, generator=torch.Generator().manual_seed(0))
@@ -98,7 +96,7 @@ def test_a_trained_grid_is_exported_and_goes_on_on_other_servers(tmp_path: Path)
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["grid.ffn"], "say where to write"),
+        (["grid.ffn"], "no place to write to was given"),
         (["grid.ffn", "--checkpoint", "x"], "--from"),
     ],
 )

@@ -24,9 +24,7 @@ learning_rate = 0.5
 """
 
 
-@pytest.fixture(autouse=True)
-def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SWARM_HOME", str(tmp_path / "home"))
+pytestmark = pytest.mark.usefixtures("home")
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -4,6 +4,7 @@ again without it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -30,11 +31,19 @@ print(sum(one.numel() for one in task.build_model(0).parameters()), "values")
 """
 
 
-class Hub:
-    """A hub with one model at one commit."""
+DATA_PROGRAM = f"""
+from swarm.run.tasks.model_files import data_files
+for path in data_files("owner/tiny", "{COMMIT}", "train", 1000).paths():
+    print(path.name, path.read_text())
+"""
 
-    def __init__(self, folder: Path) -> None:
-        self.files = {one.name: one.read_bytes() for one in folder.iterdir() if one.is_file()}
+
+class Hub:
+    """A hub with one model, or one data set, at one commit."""
+
+    def __init__(self, files: dict[str, bytes], kind: str = "models") -> None:
+        self.files = files
+        resolve = f"{'/datasets' if kind == 'datasets' else ''}/owner/tiny/resolve/{COMMIT}/"
         self.served = dict(self.files)  # may be damaged
         self.asked: list[str] = []
         hub = self
@@ -43,9 +52,9 @@ class Hub:
             def do_GET(self) -> None:
                 hub.asked.append(self.path)
                 path = self.path.partition("?")[0]
-                if path == f"/api/models/owner/tiny/revision/{COMMIT}":
+                if path == f"/api/{kind}/owner/tiny/revision/{COMMIT}":
                     self._send(json.dumps(hub.listing()).encode(), {"Content-Type": "application/json"})
-                elif (name := path.removeprefix(f"/owner/tiny/resolve/{COMMIT}/")) in hub.served:
+                elif (name := path.removeprefix(resolve)) in hub.served:
                     content = hub.served[name]
                     tag = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": COMMIT}
                     self._send(content, tag)
@@ -92,12 +101,13 @@ class Hub:
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[Hub]:
-    one = Hub(write_tiny_model(tmp_path / "tiny"))
+    folder = write_tiny_model(tmp_path / "tiny")
+    one = Hub({path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()})
     yield one
     one.close()
 
 
-def build(hub: Hub, folder: Path) -> subprocess.CompletedProcess[str]:
+def build(hub: Hub, folder: Path, program: str = PROGRAM) -> subprocess.CompletedProcess[str]:
     """Build the model in a process of its own, because the hub's address is read once."""
     environment = {
         **os.environ,
@@ -106,7 +116,7 @@ def build(hub: Hub, folder: Path) -> subprocess.CompletedProcess[str]:
         "SWARM_HOME": str(folder / "swarm"),
         "HF_HUB_DISABLE_TELEMETRY": "1",
     }
-    command = [sys.executable, "-c", PROGRAM]
+    command = [sys.executable, "-c", program]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
 
 
@@ -128,4 +138,14 @@ def test_model_that_was_changed_on_the_way_is_refused(hub: Hub, tmp_path: Path) 
     hub.served[name] = hub.files[name][:-1] + bytes([hub.files[name][-1] ^ 1])
     done = build(hub, tmp_path)
     assert done.returncode != 0
-    assert "does not have the hash" in done.stderr or "could not be downloaded" in done.stderr
+    assert f"{name} does not have the hash that" in done.stderr
+
+
+def test_data_set_of_a_hub_is_downloaded_once_and_read_without_the_network(tmp_path: Path) -> None:
+    hub = Hub({"data/train-0.txt": b"some text", "data/test-0.txt": b"other text"}, "datasets")
+    with contextlib.closing(hub):
+        first = build(hub, tmp_path, DATA_PROGRAM)
+    assert (first.returncode, first.stdout) == (0, "train-0.txt some text\n"), first.stderr
+    assert not [path for path in hub.asked if "test-0" in path]
+    again = build(hub, tmp_path, DATA_PROGRAM)
+    assert (again.returncode, again.stdout) == (0, first.stdout), again.stderr

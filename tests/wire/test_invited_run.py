@@ -18,10 +18,7 @@ from swarm.run.directory import RunDirectory
 from swarm.run.membership import check_invited
 from tests.wire.volunteers import HERE, VolunteerThread, created_run
 
-
-@pytest.fixture(autouse=True)
-def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SWARM_HOME", str(tmp_path / "home"))
+pytestmark = pytest.mark.usefixtures("home")
 
 
 def test_a_run_is_joined_by_invite_closed_to_strangers_and_left_when_revoked(

@@ -125,7 +125,7 @@ def test_an_observer_may_not_train(owner: Node) -> None:
             assert trainer.network.run(call(trainer, owner, method), 10.0) == method.reply()
 
 
-def test_an_invite_for_one_peer_takes_nobody_else_and_a_used_up_one_nobody_more(owner: Node) -> None:
+def test_an_invite_for_one_peer_refuses_others_and_a_used_up_invite_refuses_all(owner: Node) -> None:
     identity = Identity.generate()
     invite = invite_of(owner.identity, owner, peer=identity.peer_id)
     with pytest.raises(UsageError, match="this invite is for peer"):
@@ -187,7 +187,7 @@ def test_experts_of_a_peer_without_the_role_are_not_called() -> None:
             assert trainer.wait_joined(WAIT_S)
             hostile = ExpertServer(observer, {"ffn.0": Expert(torch.nn.Linear(8, 8), (torch.zeros(1, 8),))})
             remote = RemoteExpert(trainer, "ffn.0", forward_timeout_s=WAIT_S)
-            with pytest.raises(NotInvited, match="was not given the role serve"):
+            with pytest.raises(NotInvited, match="lacks the role serve"):
                 remote(torch.zeros(2, 8))
             with ExpertServer(owner, {"ffn.0": Expert(torch.nn.Linear(8, 8), (torch.zeros(1, 8),))}):
                 remote = RemoteExpert(trainer, "ffn.0", forward_timeout_s=WAIT_S)

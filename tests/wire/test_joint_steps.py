@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import swarm
+from moe.server.expert import JointBatch
 from moe.server.logic.lineage import ExpertLineage
 from tests.wire.expert_pair import network, sgd
 
@@ -35,9 +36,9 @@ class Replicas:
         """Return an expert as it was in the beginning."""
         return swarm.Expert(copy.deepcopy(self._module), (torch.zeros(1, 16),), sgd)
 
-    def serve(self) -> swarm.ExpertServer:
+    def serve(self, expert: swarm.Expert | None = None) -> swarm.ExpertServer:
         node = self._stack.enter_context(swarm.Node(bootstrap=self.caller.addresses, listen="127.0.0.1:0"))
-        expert = self.new_expert()
+        expert = expert or self.new_expert()
         expert.target_batch_size = TARGET
         server = swarm.ExpertServer(node, {"ffn.0": expert})
         self._stack.callback(server.close)
@@ -61,11 +62,17 @@ class Replicas:
         self.caller.network.run(all_joint(), 20.0)
 
     def settle(self, version: int) -> None:
-        """Wait until all servers have made that many steps."""
+        """Wait until all servers have made that many steps, and know it of each other."""
+
+        def is_settled() -> bool:
+            joint = [one for server in self.servers for one in server.joint.experts.values()]
+            return all(one.version >= version for one in self.experts) and not any(
+                one.is_busy for one in joint
+            )
 
         async def all_there() -> None:
             async with asyncio.timeout(30.0):
-                while not all(one.version >= version for one in self.experts):  # noqa: ASYNC110
+                while not is_settled():  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
 
         self.caller.network.run(all_there(), 40.0)
@@ -162,7 +169,7 @@ def test_a_replica_that_joins_while_others_train_gathers_with_them(replicas: Rep
     replicas.check(7)
 
 
-def test_a_replica_whose_other_one_is_lost_goes_on_alone(replicas: Replicas) -> None:
+def test_a_replica_whose_other_one_is_lost_continues_alone(replicas: Replicas) -> None:
     for _ in range(2):
         replicas.serve()
     replicas.meet()
@@ -188,3 +195,78 @@ def test_a_replica_that_missed_steps_takes_over_the_state(replicas: Replicas) ->
     for x in batches(3)[1:]:
         replicas.train(x, 4)
     replicas.check(3)
+
+
+class Inventing(swarm.Expert):
+    """A replica that announces whole batches, and brings a gradient that no pass has."""
+
+    is_lying = False
+
+    @property
+    def counted(self) -> int:
+        return TARGET if self.is_lying else super().counted
+
+    def take_batch(self, into: list[torch.Tensor]) -> JointBatch:
+        taken = super().take_batch(into)
+        if self.is_lying:
+            for tensor in into:
+                tensor.fill_(1e3)
+            taken = JointBatch(TARGET, TARGET, taken.gradients)
+        return taken
+
+
+def test_a_replica_that_invents_gradients_moves_the_only_other_one_no_further(replicas: Replicas) -> None:
+    """Regression: of two replicas one that lied took the other one anywhere in a single step."""
+    replicas.serve()
+    liar = Inventing(copy.deepcopy(network()), (torch.zeros(1, 16),), sgd)
+    replicas.serve(liar)
+    replicas.meet()
+    data = batches(4)
+    for x in data[:2]:
+        replicas.train(x, 4)
+    replicas.check(2)
+    replicas.experts.remove(liar)
+    honest = replicas.experts[0]
+    before = [one.detach().clone() for one in honest.module.parameters()]
+    liar.is_lying = True
+    for x in data[2:]:
+        replicas.train(x, 4)
+        for old, now in zip(before, honest.module.parameters(), strict=True):
+            assert (now - old).abs().max() < 1.0
+    server = replicas.servers[0]
+    joint = next(iter(server.joint.experts.values()))
+
+    async def alone() -> None:
+        async with asyncio.timeout(20.0):
+            while joint.is_active:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
+    replicas.caller.network.run(alone(), 20.0)
+    assert honest.lineage.version <= 4
+    for old, now in zip(before, honest.module.parameters(), strict=True):
+        assert (now - old).abs().max() < 1.0
+
+
+class Complete(swarm.Expert):
+    """A replica whose batch is always complete."""
+
+    @property
+    def counted(self) -> int:
+        return TARGET
+
+
+def test_a_server_that_was_closed_begins_no_step(
+    replicas: Replicas, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: a step that was due when its server closed was begun again without end, while its node
+    continued: it fails at once, since no thread is left to make it.
+    """
+    server = replicas.serve(Complete(copy.deepcopy(network()), (torch.zeros(1, 16),), sgd))
+    server.close()
+
+    async def look() -> None:
+        await server.joint.refresh()
+        await asyncio.sleep(0.3)
+
+    server.node.network.run(look(), 10.0)
+    assert "a joint step of an expert failed" not in caplog.text

@@ -19,7 +19,7 @@ from swarm.libp2p.logic.relaying import Circuit
 from tests.wire.libp2p_hosts import Scene, contact_of, echoed, run, until
 
 
-def test_a_relay_that_cuts_circuits_fails_the_call_in_progress_and_the_next_goes_another_way() -> None:
+def test_a_relay_that_cuts_circuits_fails_one_call_and_the_next_uses_another_relay() -> None:
     async def test(scene: Scene) -> None:
         (cutting, service), (honest, _) = await scene.relay(), await scene.relay()
         opened: list[MuxedStream] = []
@@ -47,14 +47,14 @@ def test_a_relay_that_cuts_circuits_fails_the_call_in_progress_and_the_next_goes
     run(test)
 
 
-def test_a_relay_that_holds_circuits_back_delays_no_call_for_which_there_is_another() -> None:
+def test_a_relay_that_delays_circuits_does_not_delay_calls_if_there_is_another_relay() -> None:
     async def test(scene: Scene) -> None:
         (slow, service), (honest, _) = await scene.relay(), await scene.relay()
         never = asyncio.Event()
 
         async def held_back(circuit: Circuit) -> MuxedStream:
             await never.wait()
-            raise AssertionError("nobody lets it go on")
+            raise AssertionError("nobody lets it continue")
 
         service.open_circuit = held_back  # type: ignore[method-assign]
         hidden, caller = await scene.hidden(slow, honest), await scene.caller()
@@ -98,9 +98,7 @@ def test_a_hidden_peer_that_announces_somebody_elses_relay_is_not_reached_there(
     run(test)
 
 
-def test_a_hidden_peer_that_announces_a_third_partys_address_as_its_relay_makes_others_dial_it_in_vain() -> (
-    None
-):
+def test_a_false_relay_address_of_a_hidden_peer_costs_others_one_failed_dial() -> None:
     async def test(scene: Scene) -> None:
         relay, _ = await scene.relay()
         victim = await scene.host()

@@ -1,5 +1,5 @@
-"""Hole punching on loopback: who dials, what becomes of the relayed connection, and peers that break the
-rules. tests/chaos/test_holes.py has routers.
+"""Hole punching on loopback: who dials, the fate of the relayed connection, and peers that break the rules.
+tests/chaos/test_holes.py has routers.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def test_a_relayed_connection_is_replaced_and_ends_with_its_last_stream(
         await talks(direct, data)
         await talks(back, data)
         assert service.relay.carried_bytes - before < 10_000  # pings
-        # what was under way on the relay goes on there
+        # what was under way on the relay continues there
         await asyncio.sleep(0.5)
         await running.write(data)
         assert await running.read_exactly(len(data)) == data
@@ -161,7 +161,7 @@ def test_addresses_that_a_peer_may_not_name_are_not_dialed_and_the_relay_carries
     run(test)
 
 
-def test_a_peer_that_names_many_addresses_is_dialed_at_few_and_at_no_port_of_a_service(
+def test_only_few_named_addresses_of_a_peer_are_dialed_and_no_service_ports(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(punching_module, "DIAL_S", 0.3)

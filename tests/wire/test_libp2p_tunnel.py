@@ -236,8 +236,9 @@ def test_places_are_free_again_when_no_task_could_begin() -> None:
         for _ in range(10_000):
             callee.supervisor.spawn("busy", wait)
         async with asyncio.timeout(5.0):
+            stream = await connection.open("/echo")
             with pytest.raises(NetworkError):
-                await connection.open("/echo")
+                await stream.read()
         for _ in range(HANDSHAKES_PER_PREFIX_MAX + 1):
             with pytest.raises(NetworkError):
                 await (await hosts.host(listens=False)).connect(callee.peer_id, callee.announced)

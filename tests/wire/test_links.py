@@ -241,8 +241,8 @@ def test_a_capped_peer_is_given_less_to_reduce_and_a_round_takes_what_its_cap_al
         told = [json.loads(peers.hear(place)) for place in range(3)]
         sent = [new.sent_bytes - old.sent_bytes for new, old in zip(links.traffic(), before, strict=True)]
     assert [report["reason"] for report in told] == [""] * 3
-    # what the capped peer took is what it was sent: with three alike it is not told apart on the wire, so its
-    # own count, framing added
+    # what the capped peer took is what it was sent: with three alike it cannot be distinguished on the wire,
+    # so its own count, framing added
     moved = sent[1] if direction == "up" else told[1]["received"] * 1.04
     assert 0.8 * cap <= moved / told[1]["exchange_s"] <= 1.05 * cap  # the round waits for nothing else
     # the others reduce more, and have more averages to give

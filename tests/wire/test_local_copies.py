@@ -75,9 +75,7 @@ def test_a_layer_taken_home_has_the_outputs_and_gradients_of_the_remote_one(two:
     torch.testing.assert_close(*gradients)
 
 
-def test_a_mixture_taken_home_is_loaded_with_plain_torch_and_has_the_same_loss(
-    two: Pair, tmp_path: Path
-) -> None:
+def test_a_downloaded_mixture_loads_with_plain_torch_and_has_the_same_loss(two: Pair, tmp_path: Path) -> None:
     layer = swarm.RemoteMixtureOfExperts(two.guest, 16, grid=GRID, k_best=2, k_min=2)
     x = torch.randn(12, 16)
     loss_of(layer, x).backward()

@@ -53,7 +53,7 @@ def test_two_nodes_in_one_process_find_each_other() -> None:
 def test_a_node_that_is_given_its_own_address_says_that_its_identity_may_have_been_copied(
     tmp_path: Path,
 ) -> None:
-    """Regression test: with a copied identity the second process went on alone and said "no answer"."""
+    """Regression test: with a copied identity the second process continued alone and said "no answer"."""
     with swarm.Node(listen=HERE, identity=tmp_path / "first", config=QUICK) as first:
         shutil.copy(tmp_path / "first", tmp_path / "copy")
         with swarm.Node(first.addresses, listen=None, identity=tmp_path / "copy", config=QUICK) as copy:

@@ -187,7 +187,7 @@ def test_a_late_joiner_downloads_the_state_and_contributes() -> None:
 
 
 def test_a_download_longer_than_an_epoch_catches_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Donors hold back until the swarm has gone on; the newcomer took part in those rounds at weight 0, and
+    """Donors hold back until the swarm has continued; the newcomer took part in those rounds at weight 0, and
     replays them.
     """
     released, stop = threading.Event(), [10**6]
@@ -258,7 +258,6 @@ def test_the_optimizer_is_a_torch_optimizer() -> None:
     with swarm_of(1, "torch", target_batch_size=2 * BATCH) as [peer]:
         opt, net = peer.opt, peer.net
         assert isinstance(opt, torch.optim.Optimizer)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
         scaler = torch.amp.GradScaler("cpu")
         seen: list[Any] = []
         opt.register_step_pre_hook(
@@ -272,8 +271,6 @@ def test_the_optimizer_is_a_torch_optimizer() -> None:
             scaler.update()
         assert report.stepped
         assert len(seen) == 1, "hooks see the averaged gradients, once an epoch"
-        scheduler.step()
-        assert opt.inner.param_groups[0]["lr"] == pytest.approx(0.005)
         assert opt.step(batch_size=3, closure=lambda: backward(net, batch(4))).loss is not None
         assert opt.step(lambda: backward(net, batch(5))).loss is not None
         with pytest.raises(UsageError, match="agreed on the parameters"):
@@ -317,7 +314,7 @@ def test_mistakes_of_the_caller_raise_usage_error() -> None:
                 opt.wait_for_peers(0)
             with pytest.raises(UsageError, match="codecs of a state are float32, float16, bfloat16"):
                 opt.load_state_from_peers(codec="int8")
-            with pytest.raises(UsageError, match="for ever"):
+            with pytest.raises(UsageError, match="forever"):
                 opt.load_state_from_peers(codec="float16")
         with make() as opt:
             with pytest.raises(UsageError, match="already has an Optimizer for run"):

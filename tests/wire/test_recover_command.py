@@ -19,10 +19,7 @@ from swarm.run.directory import RunDirectory
 from swarm.run.specification_store import SpecificationStore
 from tests.wire.volunteers import HERE, VolunteerThread, created_run
 
-
-@pytest.fixture(autouse=True)
-def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SWARM_HOME", str(tmp_path / "home"))
+pytestmark = pytest.mark.usefixtures("home")
 
 
 def answered(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:

@@ -6,7 +6,6 @@ import asyncio
 import concurrent.futures
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -60,9 +59,7 @@ def server() -> Iterator[DhtServer]:
     made.close()
 
 
-@pytest.fixture(autouse=True)
-def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SWARM_HOME", str(tmp_path / "home"))
+pytestmark = pytest.mark.usefixtures("home")
 
 
 def test_a_node_is_found_by_the_name_and_the_id_of_its_run(server: DhtServer) -> None:

@@ -168,7 +168,7 @@ def test_a_server_that_returns_with_an_old_checkpoint_takes_over_todays_state(
     assert distance(values(returned), values(today)) < 1e-2
 
 
-def test_todays_checkpoint_is_kept_and_an_old_one_that_was_there_first_gives_way(
+def test_a_current_state_takes_precedence_over_an_older_checkpoint_that_came_first(
     fleet: Fleet, tmp_path: Path
 ) -> None:
     writer = fresh(1)

@@ -16,7 +16,7 @@ from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError, UsageEr
 from swarm.core.identity import Identity
 from swarm.core.ids import Address, Contact
 from swarm.net.certificate import client_certificate
-from swarm.net.channels import Channels
+from swarm.net.channels import IDLE_S, Channels, ConnectionLimits
 from swarm.net.dial import dial
 from swarm.net.rpc import Handlers, Stream, StreamMethod
 from swarm.net.server import CallLimits, Server
@@ -51,10 +51,10 @@ class Line:
 
 
 @asynccontextmanager
-async def line() -> AsyncIterator[Line]:
+async def line(limits: ConnectionLimits | None = None) -> AsyncIterator[Line]:
     identity, caller, handlers, server = Identity.generate(), Identity.generate(), Handlers(), Server()
     port = await server.start(identity, handlers, "127.0.0.1", 0)
-    channels = Channels(caller)
+    channels = Channels(caller, limits=limits or ConnectionLimits())
     try:
         yield Line(
             channels, handlers, server, Contact(identity.peer_id, (Address("127.0.0.1", port),)), caller
@@ -374,6 +374,28 @@ def test_idle_stream_lives_while_its_caller_pings_no_more_often_than_the_server_
             await server.stop(0)
 
     run(scenario)
+
+
+@pytest.mark.parametrize("idle_s", [0.2, pytest.param(600.0, marks=pytest.mark.slow)])
+def test_idle_stream_lives_beside_the_closing_of_unused_connections(idle_s: float) -> None:
+    """With the settings of a node; the pool of connections closes those that are not used for two minutes."""
+
+    async def scenario() -> None:
+        async with line(ConnectionLimits(idle_s=min(IDLE_S, idle_s / 2))) as one:
+            one.serve(echo)
+            async with one.channels.open_stream(one.contact, TALK, timeout_s=idle_s + 20.0) as stream:
+                await stream.send(b"before")
+                assert await stream.receive() == b"before"
+                end_s = asyncio.get_running_loop().time() + idle_s
+                while asyncio.get_running_loop().time() < end_s:
+                    await asyncio.sleep(min(10.0, idle_s / 4))
+                    await one.channels.close_idle()
+                    assert one.channels.connection_to(one.contact.peer_id) is not None
+                await stream.send(b"after")
+                assert await stream.receive() == b"after"
+                await stream.finish()
+
+    asyncio.run(asyncio.wait_for(scenario(), idle_s + 30.0))
 
 
 def test_a_refusal_while_the_first_message_is_on_its_way_ends_the_call(

@@ -74,8 +74,7 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], None
 
 
 @pytest.fixture
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setenv("SWARM_HOME", str(tmp_path / "home"))
+def command(tmp_path: Path, home: Path) -> list[str]:
     (tmp_path / "run.toml").write_text(RUN)
     return ["start", str(tmp_path / "run.toml"), "--identity", "new", *LOOPBACK]
 

@@ -112,5 +112,5 @@ def test_a_former_member_joins_a_run_by_name_when_no_peer_answers(
     notices = [
         event["text"] for event in map(json.loads, captured.out.splitlines()) if event["event"] == "notice"
     ]
-    assert any("going on alone with the specification that this machine kept" in text for text in notices)
+    assert any("training alone with the specification stored on this machine" in text for text in notices)
     assert main(command) == 1, "without its name no run is taken from the disk"

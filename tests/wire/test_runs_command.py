@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from swarm.cli.commands import swarm
 from swarm.run import events
+from swarm.run.catalogue import catalogue_key
 from swarm.run.contributions import ContributionLog, Given
 from swarm.run.specification_store import SpecificationStore
 from tests.wire.volunteers import VolunteerThread, created_run
@@ -33,7 +34,11 @@ def test_runs_of_a_swarm_are_listed_with_what_they_ask_for_and_how_many_train(
         (found,) = listed(node.addresses[0])
         assert (found["run"], found["id"], found["members"]) == ("tiny", signed.run_id, "open")
         assert (found["task"], found["peers"], found["problem"]) == ("bytelm", 1, "")
+        assert str(found["asks"]).startswith("about ")
+        assert node.dht.service.storage.usage(catalogue_key(signed.founder)).entries == 1
         text = CliRunner().invoke(swarm, ["runs", node.addresses[0], "--search", "BYTELM"]).stdout
+        assert "reading the catalogue" in text
+        assert "asks for about" in text
         assert "1 volunteer at" in text
         assert [line["event"] for line in listed(node.addresses[0], "--search", "vision")] == ["notice"]
         one.stop.set()

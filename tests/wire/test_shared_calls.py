@@ -304,9 +304,7 @@ class Unread:
         await asyncio.Event().wait()
 
 
-def test_a_call_is_open_until_its_answer_was_sent_and_a_caller_that_does_not_read_is_not_read_either() -> (
-    None
-):
+def test_a_call_counts_as_open_until_its_answer_is_sent_and_callers_that_do_not_read_are_paused() -> None:
     async def scenario() -> None:
         context, open_calls = Unread(batches=50), 0
 

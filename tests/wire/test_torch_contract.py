@@ -16,6 +16,7 @@ import torch
 
 from averaging.averager import Averager
 from averaging.optim.optimizer import Optimizer
+from swarm.core.errors import UsageError
 from swarm.node import Node
 from tests.wire.plain_torch import (
     BATCH,
@@ -50,17 +51,29 @@ def test_an_ordinary_loop_with_a_schedule(node: Node, mode: str) -> None:
         assert both.opt.param_groups[0]["lr"] == both.plain.inner.param_groups[0]["lr"] == 0.0025
 
 
-def test_a_torch_scheduler_around_swarms_optimizer_sets_its_learning_rate(node: Node, mode: str) -> None:
+@pytest.mark.parametrize("target", ["outer", "inner"])
+def test_a_learning_rate_from_a_scheduler_that_is_not_the_runs_is_refused(
+    node: Node, mode: str, target: str
+) -> None:
     with Both(node, mode) as both:
-        schedulers = [
-            torch.optim.lr_scheduler.ExponentialLR(one, 0.9) for one in (both.plain.inner, both.opt)
-        ]
-        both.train(3, start=100)
-        for seed in range(STEPS):
-            both.train(1, start=seed)
-            for scheduler in schedulers:
-                scheduler.step()
-        assert both.opt.param_groups[0]["lr"] == pytest.approx(0.01 * 0.9**STEPS)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(
+            both.opt if target == "outer" else both.opt.inner, 0.9
+        )
+        both.train()
+        scheduler.step()
+        before = [p.detach().clone() for p in both.net.parameters()]
+        for _ in range(2):
+            with pytest.raises(UsageError, match="scheduler=lambda inner"):
+                both.opt.step(1)
+        assert all(map(torch.equal, before, both.net.parameters())), "no step is made with another rate"
+
+
+def test_a_scheduler_that_keeps_the_rate_constant_is_allowed(node: Node, mode: str) -> None:
+    with Both(node, mode) as both:
+        scheduler = torch.optim.lr_scheduler.LambdaLR(both.opt, lambda step: 1.0)
+        both.train(3)
+        scheduler.step()
+        both.train(3, start=3)
 
 
 @pytest.mark.parametrize("target", ["outer", "inner"])

@@ -48,7 +48,7 @@ def connects(host: str, port: int) -> bool:
         ),
     ],
 )
-def test_a_network_that_made_too_many_is_turned_away_for_a_while_and_its_members_are_not(
+def test_a_network_with_too_many_connections_is_filtered_for_a_while_except_its_members(
     family: socket.AddressFamily,
 ) -> None:
     known = PeerStanding()

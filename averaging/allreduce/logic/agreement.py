@@ -18,25 +18,24 @@ from averaging.allreduce.logic.values import Inventory, InventoryQuestion
 from averaging.allreduce.logic.versions import Version
 from averaging.allreduce.logic.votes import VoteExchange
 
-# How long votes are asked for after the members that are left cannot make a majority any more: others may
-# have decided before they failed. Longer: a step waits for nothing; shorter: more rounds end without an
-# answer.
+# Time for which votes are still requested once the remaining members cannot form a majority: others may have
+# decided before they failed. Longer: a step waits in vain; shorter: more rounds end with an unknown result.
 RESOLVE_S = 2.0
-_CONVERGENCES_MAX = 3  # then a member votes for what it holds
-_INTENTS_S = 2.0  # how long intents of members that live are waited for before averages are compared
-_REASONS_S = 0.2  # time to hear why a member is not in all averages, once the round is decided otherwise
+_CONVERGENCES_MAX = 3  # after this many, a member votes for the result that it holds
+_INTENTS_S = 2.0  # time to wait for intents of live members before averages are compared
+_REASONS_S = 0.2  # time to learn why a member is missing in some averages, once everything else is decided
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
     """The situation of this member: which averages it holds, and which members are alive."""
 
-    complete: bool  # everything that it is to hold is in place
-    may_complete: bool  # or it will be, by what is on its way
-    repaired: bool  # a reducer was lost, here or for others
+    complete: bool  # all required averages are in place
+    may_complete: bool  # or they can be completed by transfers in progress
+    repaired: bool  # a reducer was lost, for this member or for others
     live: Set[int]
     failed: Mapping[int, str]
-    left_out: Mapping[int, str]  # as this member itself found
+    left_out: Mapping[int, str]  # members left out according to this member -> reason
     now_s: float
 
 
@@ -68,10 +67,10 @@ class Agreement:
         self._refusal = ""  # why this member voted for none, although everything was in place
         self._convergence: Convergence | None = None
         self._convergences = 0
-        self._intent_s: float | None = None  # since when this member has said what it would vote for
+        self._intent_s: float | None = None  # when this member first stated its intent
         self._adoption: Adoption | None = None
         self._hopeless_s: float | None = None
-        self._certified_s: float | None = None  # since when the certificate is known
+        self._certified_s: float | None = None  # when the certificate became known
 
     @property
     def adopting(self) -> bool:
@@ -83,7 +82,7 @@ class Agreement:
         """Return whether this member must exchange votes although some averages are still missing."""
         return self._hopeless_s is not None
 
-    # ---- what has happened
+    # ---- events
 
     def on_audited(self) -> None:
         """Record that the audit of other reducers found nothing wrong."""
@@ -128,7 +127,7 @@ class Agreement:
                 return True
         return False
 
-    # ---- what to do now
+    # ---- decisions
 
     def decide(self, standing: Standing) -> list[Effect | Commit | Fail | GiveUpOwnWork]:
         """Return the next actions: vote, compare, adopt a decision, commit or fail."""
@@ -206,7 +205,8 @@ class Agreement:
                 return [*self._convergence.next(chunks)]
             self._convergence, self._intent_s = None, now_s
             if self._votes.intents.get(self._own) == digest:
-                return [*self._sign(digest)]  # this member holds what most hold, and will not find better
+                # this member holds the most frequent result and cannot improve it
+                return [*self._sign(digest)]
         self._intend(digest, now_s)
         deciders = self._setup.deciders
         agreeing = sum(self._votes.intent_of(place) == digest for place in deciders)
@@ -263,14 +263,14 @@ class Agreement:
         voters = self._votes.voters_of(result)
         candidates = [place for place in self._setup.members if place != self._own]
         candidates = [place for place in candidates if self._setup.can_dial(place)]
-        # a member that failed for this one may live for others, and have what it needs
+        # a member that failed for this one may be alive for others and have the missing averages
         candidates.sort(key=lambda place: (place not in voters, place in standing.failed))
         self._adoption = Adoption(result, candidates, self._assembly)
         self._convergence = None
         asks: list[AskInventory | FetchChunk] = self._adoption.next()
         return [GiveUpOwnWork(), *asks, *self._endorse(result)]
 
-    # ---- nothing can be decided any more
+    # ---- the round cannot be decided any more
 
     def _hope(self, standing: Standing) -> list[Effect | Commit | Fail | GiveUpOwnWork]:
         """Vote for none once the remaining members are no majority, and fail after some time: votes that

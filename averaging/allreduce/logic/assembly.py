@@ -29,7 +29,8 @@ class Assembly:
             self._outstanding[chunk.reducer] += 1
         self._sizes = dict(self._outstanding)
         self._arriving = dict.fromkeys(plan.reducers, 0)
-        self.complete = not plan.chunks  # whether every chunk is settled; asked for after every event
+        # whether every chunk is settled; cached, because it is needed after every event
+        self.complete = not plan.chunks
 
     def announce(
         self, reducer: int, chunk_index: int, contributors: bytes, payload_bytes: int, clipped: bytes = b""
@@ -141,7 +142,7 @@ class Assembly:
 
     def _elements(self, places: Mapping[int, bytes]) -> dict[int, int]:
         """Return for every place that is in some of these bitmaps, by chunk, how many elements it is in."""
-        by_bitmap: dict[bytes, int] = {}  # mostly one for all
+        by_bitmap: dict[bytes, int] = {}  # usually all chunks share one bitmap
         for index, raw in places.items():
             by_bitmap[raw] = by_bitmap.get(raw, 0) + self._plan.chunks[index].numel
         elements: dict[int, int] = {}

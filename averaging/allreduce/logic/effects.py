@@ -179,7 +179,7 @@ class Finish:
     """End the round for this member."""
 
     failure: str | None  # None: it is committed, and every average is in place
-    certificate: Certificate | None  # also of a failed round, when the others committed it
+    certificate: Certificate | None  # also set for a failed round if the others committed it
     unresolved: bool = False  # others have committed what this member voted for, or may have
 
 

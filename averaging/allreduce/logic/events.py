@@ -354,8 +354,8 @@ Event: TypeAlias = (
     | CallEnded
 )
 
-# Frames of messages are most events, and change nothing else. Values and averages that come decide nothing
-# before they are reduced or checked, which is another event.
+# Most events are frames of messages, which change nothing else. Received values and averages have no effect
+# before they are reduced or checked, which is a separate event.
 WITHOUT_CONSEQUENCES: Final = frozenset(
     (
         BytesArrived,

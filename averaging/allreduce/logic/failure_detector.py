@@ -21,7 +21,7 @@ from dataclasses import dataclass
 _FADING = 0.9  # decay of recent pauses of a member, per sign of life
 _LATE_FADING = 0.97  # decay of the delay of this process, per tick: half in 2.3 s
 _SIGNS_MIN = 3
-_LATE_HEARTBEATS = 2  # a heartbeat may be on its way
+_LATE_HEARTBEATS = 2  # heartbeats that may be in transit
 _ROUNDING_S = 1e-6  # sums of heartbeats are not exact
 
 
@@ -43,9 +43,9 @@ _ANSWER_CROWD = 8
 _CROWD_ANSWER = 1 / 4
 _CROWD_ANSWER_S_MAX = 6.0
 _MISSED_MAX = 3  # heartbeats without an answer until a member is suspected, and probed
-PROBE_S = 0.6  # for a suspect to answer; shorter: busy peers are marked failed, longer: the round stalls
-# for a member that was never heard, which may still have to connect and to begin, and for one whose first
-# tensors are on their way, which show how long its pauses are
+PROBE_S = 0.6  # time for a suspect to answer; shorter: busy peers are marked failed, longer: the round stalls
+# time to answer for a member that was never heard, which may still have to connect and begin, and for one
+# whose first tensors, which show its usual pauses, are in transit
 FIRST_S = 3.0
 _SLACK = 3.0  # or this many of its longest recent pauses and round trips, if that is longer
 # or this many of this process's longest recent delay: a late process cannot judge others
@@ -56,16 +56,16 @@ TIMEOUT_S_MAX = 10.0  # upper limit of the time to answer; a slower peer delays 
 @dataclass(slots=True)
 class _Peer:
     heard_s: float  # on the clock of `_awake_s`
-    calls: bool  # this member sends heartbeats and it answers; otherwise it sends them
-    # neither of the two waits for values of the other, only for its vote
+    calls: bool  # True: this member sends heartbeats and the other answers; False: the other sends them
+    # the two members exchange no values, only votes
     distant: bool = False
     outstanding: bool = False
-    known: bool = False  # it was heard
+    known: bool = False  # the member was heard at least once
     sent_s: float = 0.0  # when this member last sent it something
-    # its first tensors are on their way, and its answers wait behind them in the queues of a slow link
+    # its first tensors are in transit, and its answers queue behind them on a slow link
     starting: bool = False
-    signs: int = 0  # how often it answered this member, or was heard where it calls
-    # the longest recent pause, decaying: between two signs of life, or from a heartbeat to its answer
+    signs: int = 0  # number of its answers or, if it calls, of its messages
+    # the longest recent pause (between two signs of life, or from a heartbeat to its answer), with decay
     pause_s: float = 0.0
 
 
@@ -101,18 +101,18 @@ class FailureDetector:
         self._ticked_s = now_s
         self._awake_s = 0.0  # seconds during which this process ran, as far as ticks show
         self._late_s = 0.0  # recent delay of ticks, decaying
-        self._usual_pause_s = 0.0  # the median of the members' pauses, of an even number the lower one
+        self._usual_pause_s = 0.0  # the median of the members' pauses (the lower one of two)
 
     def heard(self, place: int) -> None:
         """Record that a message came from this member."""
         peer = self._peers.get(place)
         if peer is not None:
             silent_s = self._awake_s - peer.heard_s
-            # messages that come in a burst after a pause are one sign of life
+            # messages in a burst after a pause count as one sign of life
             fading = _FADING ** min(silent_s / HEARTBEAT_INTERVAL_S, 1.0)
             rest_s = self._rest_s(peer)
             is_late = silent_s > rest_s + (1 + _LATE_HEARTBEATS) * HEARTBEAT_INTERVAL_S
-            # of a late one only the rest that small groups have counts: the pause is multiplied by `_SLACK`
+            # count only the rest interval of small groups, because the pause is multiplied by `_SLACK`
             silent_s -= max(0.0, rest_s - (REST_S - HEARTBEAT_INTERVAL_S)) if is_late else rest_s
             peer.pause_s = max(fading * peer.pause_s, silent_s if peer.known else 0.0)
             peer.signs += not peer.calls

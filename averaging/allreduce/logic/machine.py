@@ -42,14 +42,14 @@ class RoundMachine:
         self.repairs = Repairs(setup, self.assembly)
         self.votes = VoteExchange(setup)
         self.agreement = Agreement(setup, self.assembly, self.votes)
-        self.excluded_reason = ""  # why this member's own values count no more
-        self.gave_up: set[int] = set()  # members that gave up, and had done their part until then
+        self.excluded_reason = ""  # reason why this member's own values do not count any more
+        self.gave_up: set[int] = set()  # members that left the round after doing their part
         self.finished: do.Finish | None = None
         self.voted_s: float | None = None  # when everything was in place
         self._own = setup.own
         self._now_s = self._ticked_s = self._paced_s = setup.begun_s
         self._prepared = False
-        self._given_up_own = False  # others took this member's own shard over
+        self._given_up_own = False  # others took over this member's own shard
         self._handlers = self._table()
 
     # ---- the interface
@@ -195,7 +195,7 @@ class RoundMachine:
     def _on_sender_stream_broke(self, event: on.SenderStreamBroke) -> list[Effect]:
         if self.finished is not None:
             return []
-        # one that has sent everything counts: it has its averages, or asks another member for them
+        # a member that has sent everything is finished: it has its averages, or asks another member for them
         doing = self.shard.doing(event.sender)
         lost = f"its stream broke while it was {doing}: {event.why}" if doing else ""
         return self._suspect(event.sender, Suspicion(f"its stream broke ({event.why})", lost_sender=lost))
@@ -351,7 +351,7 @@ class RoundMachine:
         if failure.gave_up and place not in self.left_out and place not in self.repairs.lost:
             self.gave_up.add(place)
         reason = self.membership.mark_failed(failure, doing)
-        if failure.gave_up and self.setup.audited:  # it may have found a liar
+        if failure.gave_up and self.setup.audited:  # the member may have found a liar
             return self._fail(reason)
         effects: list[Effect] = [] if self.agreement.adopting else [do.CancelCalls(place)]
         self.agreement.on_member_failed(place)
@@ -384,11 +384,11 @@ class RoundMachine:
         """Stop reading this reducer's stream. `trusted`: averages that it holds may still be requested."""
         if reducer not in self.setup.plan.reducers or reducer == self._own or self.finished is not None:
             return []
-        if self.setup.audited:  # a successor could not be audited, nor could what it reduced
+        if self.setup.audited:  # neither a successor nor the chunks that it reduced could be audited
             if self.reducers.outstanding(reducer):
                 return self._fail(f"{self.setup.name(reducer)} was lost as a reducer: {reason}")
             return []
-        # a member that lacks nothing repairs nothing, unless it may have to reduce, or cannot be asked
+        # a member that lacks no averages need not repair, unless it may have to reduce or cannot be asked
         lacks = self.reducers.outstanding(reducer) or self.setup.own_auxiliary
         if not lacks and self.setup.can_dial(self._own):
             return [*self.reducers.close(reducer)]
@@ -400,7 +400,8 @@ class RoundMachine:
         if reducer == self._own or reducer not in self.setup.plan.reducers or self.repairs.knows(reducer):
             return []
         effects = self._suspect(reducer, Suspicion(f"{self.setup.name(place)} has lost it"))
-        # an auxiliary member takes no averages, and so cannot miss any: it may still have to take over
+        # an auxiliary member receives no averages, so none are missing, but it may still have to take over a
+        # shard
         if self.setup.own_auxiliary:
             self.repairs.help(reducer, trusted=reducer not in self.membership.failed, now_s=self._now_s)
         return effects
@@ -421,7 +422,7 @@ class RoundMachine:
         live = self.membership.live - {reducer, self._own}
         return self.contributes or any(self.setup.weights[place] > 0 for place in live)
 
-    # ---- what follows from every event
+    # ---- after every event
 
     @property
     def _complete(self) -> bool:
@@ -448,12 +449,12 @@ class RoundMachine:
 
     def _decide(self) -> list[Effect]:
         if not self._complete and not self.membership.failed and self.votes.nobody_has_voted:
-            return []  # there is nothing to decide: after most events of an ordinary round
+            return []  # the usual case: nothing to decide after this event
         if self._complete and self.voted_s is None:
             self.voted_s = self._now_s
         standing = Standing(
             complete=self._complete,
-            # a shard of this member that is not reduced although others have its averages was taken over
+            # if others have averages of this member's unreduced shard, the shard was taken over
             may_complete=self.shard.reduced and not self.repairs.lacking,
             repaired=self.repairs.any or self._given_up_own,
             live=self.membership.live,
@@ -487,7 +488,8 @@ class RoundMachine:
         effects: list[Effect] = []
         if vote is None and not self.agreement.signing and self._own in self.setup.contributors:
             effects.append(do.Sign(b""))
-        # also with the certificate at hand: its average is out of reach, and its head is voted on no more
+        # even with the certificate, because the average cannot be obtained and no votes are given on its head
+        # any more
         unresolved = bool(vote is not None and vote.result and not self.votes.tally.is_dead())
         return effects + self._finish(do.Finish(reason, certificate, unresolved))
 

@@ -13,7 +13,7 @@ from averaging.allreduce.logic.failure_detector import FailureDetector
 from averaging.allreduce.logic.setup import RoundSetup
 from averaging.allreduce.logic.values import CallFailure, RoundState
 
-JOIN_S = 5.0  # for a member that lives to begin the round
+JOIN_S = 5.0  # time for a live member to begin the round
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,8 @@ class Suspicion:
     """The reason for which a member is being probed, and what to do with its streams if it is alive."""
 
     why: str
-    lost_reducer: str = ""  # why it is lost as a reducer, although it lives; "": it is not
-    lost_sender: str = ""  # why its values count no more, although it lives; "": they do
+    lost_reducer: str = ""  # why a live member is lost as a reducer; "": it is not
+    lost_sender: str = ""  # why the values of a live member do not count; "": they count
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Membership:
             distant=() if own in reducers else set(setup.members).difference(reducers),
             dialable=setup.can_dial(own),
         )
-        self.failed: dict[int, str] = {}  # in sentences
+        self.failed: dict[int, str] = {}  # member -> reason, as a sentence
         self.live = set(setup.members)  # the members that have not failed, this one included
         self._running: set[int] = set()  # members that have said that they run the round
         self._suspects: dict[int, list[Suspicion]] = {}
@@ -86,7 +86,7 @@ class Membership:
         """Probe a member now because a connection broke. Without an answer it is marked failed."""
         if place in self.failed:
             return []
-        if not self._setup.can_dial(place):  # it cannot be asked; its silence will tell
+        if not self._setup.can_dial(place):  # it cannot be probed; its silence decides
             return [Alive(place, suspicion)]
         probing = place in self._suspects
         self._suspects.setdefault(place, []).append(suspicion)
@@ -129,7 +129,7 @@ class Membership:
                 for found in self.suspect(place, Suspicion(f"its connection broke ({why})"))
                 if isinstance(found, Ping)
             ]
-        if place not in self._probed_again:  # the first call may still have met the old, broken connection
+        if place not in self._probed_again:  # the first call may have used the old, broken connection
             self._probed_again.add(place)
             return [ping]
         suspicions = self._suspects.pop(place, [])

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from averaging.allreduce.logic.versions import Version
 
 FETCHES_MAX = 6  # averages asked for at once, per shard; each is a chunk in memory
-FAILURES_MAX = 32  # averages that a member said it holds and could not give; then nothing it says is believed
+# averages that a member claimed but failed to deliver; after this many its claims are ignored
+FAILURES_MAX = 32
 # chunks reduced again at once, per shard; each needs a contribution of every member in memory
 REDUCTIONS_MAX = 2
 
@@ -93,12 +94,13 @@ class Repair:
         # the successor cannot ask this member, which asks it, whether it lacks anything or not
         self._helping = own not in self._dialable
         self._reports = {place: _Report() for place in self._dialable if place != own}
-        self._waits = True  # for members that may still get averages of the lost reducer
-        self._passed_over: set[int] = set()  # successors that live and were waited for in vain
+        self._waits = True  # wait for members that may still receive averages of the lost reducer
+        self._passed_over: set[int] = set()  # live successors that did not deliver in time
         self._lacking: set[int] = set()
         self._busy: set[int] = set()
         self._redoing: set[int] = set()
-        self._failed: set[tuple[int, int, bytes]] = set()  # (chunk, place, digest): it could not give it
+        # (chunk, place, digest) that the member failed to deliver
+        self._failed: set[tuple[int, int, bytes]] = set()
 
     @property
     def owner(self) -> int | None:
@@ -155,7 +157,7 @@ class Repair:
     def on_report(self, place: int, held: Mapping[int, Version], sealed: bool) -> None:
         """Process a member's inventory."""
         report = self._reports[place]
-        # that nobody contributes is believed of who found it out alone
+        # an empty average is accepted only if this member found it itself
         made = attempt(self.reducer, place, self._members)
         report.held = {
             chunk: version
@@ -186,7 +188,7 @@ class Repair:
         self._reports[take.place].failures += 1
         self._busy.discard(take.chunk)
 
-    # ---- what to do
+    # ---- decisions
 
     def poll(self) -> list[Ask | Take | Redo]:
         """Return the actions to take now."""
@@ -215,7 +217,7 @@ class Repair:
         for place, report in sorted(self._reports.items()):
             if place not in self._living or report.asking:
                 continue
-            # a successor that was passed over may still make the chunks
+            # a successor that was passed over may still produce the chunks
             again = place == owner or place in self._passed_over
             if place == self.reducer or (owner == self._own and not report.sealed):
                 again = again or bool(self._lacking)

@@ -25,10 +25,9 @@ from averaging.allreduce.logic.stragglers import REDUCER_S, SENDER_S, StragglerD
 from averaging.allreduce.logic.values import Inventory, InventoryQuestion
 from averaging.allreduce.logic.versions import Version
 
-_QUESTION_S = 1.0  # how long a member that asks what is held waits for news
-_RETRY_S = 0.1  # pause before a member that could not be asked, or said nothing new, is asked again
-# How long values may take that are fetched again: this share of the time that the round has left, and at most
-# FETCH_S.
+_QUESTION_S = 1.0  # how long a question for held averages waits for news
+_RETRY_S = 0.1  # pause before a member is asked again that could not be reached or had no news
+# Timeout of fetching values again: this share of the round's remaining time, at most FETCH_S.
 _FETCH_SHARE = 0.4
 FETCH_S = 30.0
 
@@ -37,7 +36,7 @@ FETCH_S = 30.0
 class _Takeover:
     """A chunk that this member reduces instead of a lost reducer."""
 
-    waiting: set[int]  # members whose values are still to come
+    waiting: set[int]  # members whose values are missing
     since_s: float
     came: set[int] = field(default_factory=set)
     reducing: bool = False
@@ -55,13 +54,13 @@ class Repairs:
         self._successors: dict[int, StragglerDetector] = {}  # by reducer
         self._takeovers: dict[int, _Takeover] = {}  # by chunk
         self._retries: list[tuple[float, int, int]] = []  # (when, reducer, place)
-        self._offered: set[tuple[int, int]] = set()  # (owner, chunk): what this member has offered
-        self.lost: dict[int, str] = {}  # reducers, and why
-        self._gone: set[int] = set()  # members that failed or stall: nothing is expected of them
-        self.left_out: dict[int, str] = {}  # members that did not give their values again, and why
-        # members that wait for an answer, and until when
+        self._offered: set[tuple[int, int]] = set()  # (owner, chunk) pairs that this member has offered
+        self.lost: dict[int, str] = {}  # lost reducers -> reason
+        self._gone: set[int] = set()  # failed or stalled members, from which nothing is expected
+        self.left_out: dict[int, str] = {}  # members that did not send their values again -> reason
+        # members that wait for an answer -> deadline
         self._questions: dict[int, tuple[int, InventoryQuestion, float]] = {}
-        self.stopped = False  # nothing is repaired any more: the result is decided
+        self.stopped = False  # repairs have ended because the result is decided
 
     @property
     def any(self) -> bool:
@@ -73,7 +72,7 @@ class Repairs:
         """Return whether chunks of lost reducers are still to come."""
         return any(self._assembly.lacking(reducer) for reducer in self._repairs)
 
-    # ---- what has happened
+    # ---- events
 
     def lose(self, reducer: int, reason: str, *, trusted: bool, now_s: float) -> None:
         """Start the repair of a reducer whose stream ended. `trusted`: averages that it holds may be
@@ -133,7 +132,7 @@ class Repairs:
         if repair is not None:
             known = repair.known(place)
             repair.on_report(place, inventory.versions, inventory.sealed)
-            # a member whose round is over does not wait for news, and says the same again at once
+            # a member whose round is over answers at once, always the same
             if question.wait and repair.known(place) == known:
                 repair.pause(place)
                 self._retries.append((now_s + _RETRY_S, reducer, place))
@@ -222,7 +221,7 @@ class Repairs:
         takeover.inputs = kept, own and self._setup.own not in flaws
         return [Reduce(chunk, *takeover.inputs)]
 
-    # ---- what to do now
+    # ---- decisions
 
     def poll(self, own: bool, now_s: float) -> list[Effect]:
         """Return the actions to take now, each once until its outcome is reported. `own`: this member
@@ -259,7 +258,7 @@ class Repairs:
             if repair.lacking and now_s - self._lost_s[reducer] > REDUCER_S:
                 if repair.trusted:
                     repair.distrust()
-                    self._lost_s[reducer] = now_s  # the others may go on to trust it for as long
+                    self._lost_s[reducer] = now_s  # the others may trust the reducer for equally long
                 else:
                     repair.wait_no_more()
             self._pace_successor(reducer, repair, now_s)
@@ -280,7 +279,7 @@ class Repairs:
         repair = self._repairs.get(reducer)
         return (repair is not None and not repair.trusted) or not self._assembly.lacking(reducer)
 
-    # ---- members that ask what is held here
+    # ---- questions of members for held averages
 
     def on_question(self, call: int, place: int, question: InventoryQuestion, now_s: float) -> None:
         """Record a member's question."""
@@ -303,7 +302,7 @@ class Repairs:
                 found.append(AnswerInventory(call, sealed, wanted))
         return found
 
-    # ---- within
+    # ---- internal
 
     def _take_over(self, chunk: int, own: bool, now_s: float) -> list[Effect]:
         senders = [

@@ -62,7 +62,7 @@ class Adoption:
 
     def __init__(self, result: bytes, candidates: Sequence[int], assembly: Assembly) -> None:
         self.result = result
-        self.why = "nobody can be dialed"  # it has not succeeded yet
+        self.why = "nobody can be dialed"  # reason why it has not succeeded yet
         self._candidates = deque(candidates)
         self._asked: int | None = None
         self._fetches: ChunkFetches | None = None

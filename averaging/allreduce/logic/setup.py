@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from averaging.history.certificate import (
     NO_HEAD,
+    SAMPLES_MAX,
     Proposal,
     RoundKind,
 )
@@ -65,7 +66,17 @@ def proposal_of(group: Group, history: RoundLineage | None) -> Proposal:
         new_hour=new_hour,
         is_break=is_break,
         grid_rounds=_grid_rounds(group),
+        samples=_samples(group, history),
     )
+
+
+def _samples(group: Group, history: RoundLineage) -> tuple[int, ...]:
+    """Return the samples that the certificate credits to each contributor. A round over the state has none,
+    and in the electors' cell of the grid weights are those of whole cells.
+    """
+    if history.kind is RoundKind.STATE or history.seats:
+        return ()
+    return tuple(min(int(member.weight), SAMPLES_MAX) for member in group.members if member.weight > 0.0)
 
 
 def _grid_rounds(group: Group) -> int:
@@ -90,9 +101,9 @@ class RoundSetup:
     proposal: Proposal
     electors: tuple[PeerId, ...]  # of the head that the round extends
     register: Register = NEW_REGISTER  # of the same head
-    goodbyes: Mapping[PeerId, bytes]  # signatures of those of them that have left
+    goodbyes: Mapping[PeerId, bytes]  # signatures of electors that have left
     audited: bool
-    min_fraction: float  # of the elements that somebody must have contributed to
+    min_fraction: float  # fraction of the elements that need a contribution
     begun_s: float
     deadline_s: float
 

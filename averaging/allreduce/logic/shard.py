@@ -18,7 +18,8 @@ from averaging.allreduce.logic.stragglers import (
 from averaging.reduction.reduce import Reduction
 from swarm.core.errors import PeerError
 
-AHEAD_MAX = 32  # chunks of one sender that are held while others' are missing; then it is read no further
+# chunks of one sender that are buffered while those of others are missing; above this, reading from it pauses
+AHEAD_MAX = 32
 
 
 class OwnShard:
@@ -33,7 +34,7 @@ class OwnShard:
         self._stragglers = StragglerDetector(SENDER_S, setup.begun_s, strangers)
         owed_bytes = sum(setup.codec.encoded_bytes(chunk.numel) for chunk in self.chunks)
         self._eta = TransferEta(dict.fromkeys(senders, owed_bytes), SENDER_S, setup.begun_s)
-        # per sender: how many chunks came; they come in order
+        # number of chunks received from each sender; they arrive in order
         self._came = dict.fromkeys(setup.members, 0)
         self._inputs: dict[int, tuple[tuple[int, ...], bool]] = {}  # being reduced: (senders, own)
         self._reduced: set[int] = set()

@@ -1,6 +1,6 @@
 """The detection of stragglers: members that are alive but delay a round. A pure state machine.
 
-A member that sends heartbeats and does not work would delay all others for ever. It is left out after a
+A member that sends heartbeats and does not work would delay all others forever. It is left out after a
 multiple of the longest recent pause of any member in this round, and never before a minimum time; time during
 which this process itself did not run does not count. A member that works steadily but too slowly for the time
 of the round is detected from its transfer rate. Once a set share of the round's time is over, every member
@@ -12,26 +12,26 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 
-UNDER_WAY_BYTES = 16 << 10  # may be nearly here and not to be seen yet: a piece of a message
-_SIGN_BYTES_MAX = 64  # messages up to this say that a member lives, and are none of what it owes
+UNDER_WAY_BYTES = 16 << 10  # bytes that may have arrived without being visible, as part of a message
+_SIGN_BYTES_MAX = 64  # messages up to this size are signs of life, but not work
 _FADING = 0.98  # factor on the longest pause, per sign of work
 
 
 PACE_TICK_S = 0.25  # interval of checks
-# for a sender whose contribution is the one that a chunk waits for; shorter: slow links are cut off, longer:
-# one member holds all
+# timeout of a sender whose contribution is the last one missing for a chunk; shorter: slow links are
+# excluded, longer: one member delays all
 SENDER_S = 4.0
-# for a reducer that takes no contribution and gives no average; it may itself wait for a sender, so: more
-# than twice SENDER_S
+# timeout of a reducer that neither reads contributions nor sends averages; more than twice SENDER_S, because
+# it may wait for a sender
 REDUCER_S = 10.0
-_FIRST_S = 5.0  # more for the first sign of work: a member may still have to begin
+_FIRST_S = 5.0  # additional time for the first sign of work, because a member may still have to begin
 _SLACK = 4.0  # or that many of the longest recent pauses, if that is longer
 # Share of the time until the round's deadline; a member that would not finish by then at its rate is left
 # out. The chunks of a lost reducer have to be reduced again, and a reducer may itself wait for a sender:
 # SENDER_SHARE below REDUCER_SHARE, and that well below 1.
 SENDER_SHARE = 0.5
 REDUCER_SHARE = 0.7
-_TIMEOUT_S_MAX = 120.0  # but never more
+_TIMEOUT_S_MAX = 120.0  # upper limit of a timeout
 
 
 class StragglerDetector:
@@ -44,7 +44,7 @@ class StragglerDetector:
         self._floor_s, self._strangers = floor_s, strangers
         self._ticked_s = now_s
         self._awake_s = 0.0  # seconds during which this process ran, as far as ticks show
-        self._waiting: dict[int, float] = {}  # since when each is waited for, without a sign of work
+        self._waiting: dict[int, float] = {}  # when waiting for each began, since its last sign of work
         self._worked: set[int] = set()
         self._longest_s = 0.0
 
@@ -53,7 +53,7 @@ class StragglerDetector:
         since_s = self._waiting.get(place)
         if since_s is not None:
             pause_s = self._awake_s - since_s
-            if place in self._worked:  # how long a member takes to begin says nothing about its pace
+            if place in self._worked:  # the time that a member takes to begin says nothing about its rate
                 self._longest_s = max(_FADING * self._longest_s, pause_s)
             self._waiting[place] = self._awake_s
         self._worked.add(place)
@@ -82,11 +82,11 @@ class TransferEta:
 
     def __init__(self, owed_bytes: Mapping[int, int], floor_s: float, now_s: float) -> None:
         """Begin the estimate. `floor_s`: how long a rate is measured before it is used."""
-        self.due_s = math.inf  # by when everything should be here
+        self.due_s = math.inf  # deadline for everything to arrive
         self._owed = dict(owed_bytes)
         self._came = dict.fromkeys(owed_bytes, 0)
         self._floor_s = floor_s
-        # since when, and from which byte on, a pace is watched
+        # start time and start byte of the measured rate
         self._since = dict.fromkeys(owed_bytes, (now_s, 0))
 
     def came(self, place: int, size_bytes: int) -> None:

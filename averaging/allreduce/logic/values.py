@@ -13,7 +13,7 @@ from averaging.history.certificate import Vote
 class CallFailure(Enum):
     """Why a call to a member failed."""
 
-    REFUSED = "refused"  # it answered, and refuses
+    REFUSED = "refused"  # it answered with a refusal
     SILENT = "silent"  # no answer in time
     BROKEN = "broken"  # the connection broke, or could not be made
 
@@ -37,7 +37,7 @@ class Statement:
     votes: tuple[Vote, ...] = ()
     intents: Mapping[int, bytes] = field(default_factory=dict)  # by place; of members that can vote
     left_out: Mapping[int, str] = field(default_factory=dict)  # by place: members that were left out, and why
-    gave_up: str = ""  # why the sender gave the round up; "": it did not
+    gave_up: str = ""  # why the sender left the round; "": it did not
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class InventoryQuestion:
     """A question for the averages that a member holds: of one reducer's shard, or (`reducer` None) all."""
 
     reducer: int | None = None
-    wait: bool = False  # until there is something else than what is known
+    wait: bool = False  # wait until there is news
     known: int = 0  # how many averages of the shard the member is known to hold
     known_sealed: bool = False
 

@@ -41,7 +41,7 @@ def encode_places(places: Iterable[int], members: int) -> bytes:
     return bits.to_bytes((members + 7) // 8, "little")
 
 
-@functools.lru_cache(maxsize=256)  # the chunks of a round mostly have one set
+@functools.lru_cache(maxsize=256)  # the chunks of a round usually share one set
 def decode_places(raw: bytes, members: int) -> tuple[int, ...]:
     """Return the places in a bitmap, perhaps none. Raise PeerError unless it is one of `members` bits."""
     bits = int.from_bytes(raw, "little")
@@ -67,9 +67,9 @@ class Version:
     """
 
     attempt: int
-    contributors: bytes  # a bit per member; all zero: nobody is in it, and it has no bytes
-    digest: bytes  # of its bytes, and of the members that were clipped
-    clipped: bytes = b""  # members whose values were shortened, a bit per member; empty: nobody
+    contributors: bytes  # a bit per member; all zero: no contributors, and the average is empty
+    digest: bytes  # digest of its bytes and of the bitmap of clipped members
+    clipped: bytes = b""  # members whose values were clipped, a bit per member; empty: none
 
     @property
     def empty(self) -> bool:

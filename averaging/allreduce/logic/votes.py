@@ -20,11 +20,11 @@ from averaging.history.electors import is_quorum
 from averaging.history.tally import Tally
 from swarm.core.ids import PeerId
 
-# News are held back for this long, because a certificate mostly follows: then one answer has it all.
+# News is delayed for this long, because a certificate usually follows and then needs no second answer.
 _HOLD_S = 0.1
 _ENDORSE_AGAIN_S = 2.0
-_ASK_AGAIN_S = 0.1  # a member that answered with nothing new
-_ENDORSE_NEXT_S = 0.5  # the next member in group order asks electors outside of the group this much later
+_ASK_AGAIN_S = 0.1  # pause before asking a member again that had no news
+_ENDORSE_NEXT_S = 0.5  # delay between members, in group order, for asking electors outside of the group
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,29 +43,31 @@ class VoteExchange:
         self.tally = Tally(setup.proposal, setup.electors, setup.register)
         for elector, signature in setup.goodbyes.items():
             self.tally.add_goodbye(elector, signature)
-        self.intents: dict[int, bytes] = {}  # what members would vote for, after repairs and audits
-        self.left_out: dict[int, str] = {}  # as this member and those that it heard say
+        # the result for which each member would vote, after repairs and audits
+        self.intents: dict[int, bytes] = {}
+        self.left_out: dict[int, str] = {}  # according to this member and others
         self.gave_up = ""  # why this member gave up
         self.over = False  # the round has ended here
         self._places = {member.peer_id: place for place, member in enumerate(setup.group.members)}
         self._targets = [place for place in setup.members if setup.calls(setup.own, place)]
-        self._own_version = 0  # how often what this member says itself has changed
-        self._voted_version = math.inf  # the first one with its vote
-        # members that were told, or answered, at least once: they are told everything from then on
+        self._own_version = 0  # number of changes of this member's own statement
+        self._voted_version = math.inf  # the first version with its vote
+        # members with at least one exchange, which receive everything from then on
         self._asked: set[int] = set()
         self._answered: set[int] = set()
-        self._asking: dict[int, int] = {}  # calls in progress: which version they carry
-        # members that have said nothing new: until when, and in which version of what this member says, they
-        # are not asked again
+        self._asking: dict[int, int] = {}  # calls in progress -> version of the statement that they carry
+        # members without news -> (time, version of this member's statement) before which they are not asked
+        # again
         self._paused: dict[int, tuple[float, int]] = {}
-        self._abridged: set[int] = set()  # members that told nothing but their vote once, which was known
-        self._decided: dict[int, bytes] = {}  # members that know a certificate, for which result
+        self._abridged: set[int] = set()  # members that once sent only a vote, which was known already
+        self._decided: dict[int, bytes] = {}  # members that know a certificate -> its result
         self._questions: dict[int, _Question] = {}
-        self._changed_s = setup.begun_s  # when something new became known
-        self._endorsing: dict[PeerId, float] = {}  # when electors outside of the group were asked
-        self._majority_s: float | None = None  # since when there is a majority
+        self._changed_s = setup.begun_s  # time of the latest news
+        # electors outside of the group -> time of the last question
+        self._endorsing: dict[PeerId, float] = {}
+        self._majority_s: float | None = None  # when a majority was reached
 
-    # ---- what is known
+    # ---- known votes
 
     @property
     def own_vote(self) -> Vote | None:
@@ -141,7 +143,7 @@ class VoteExchange:
                 found.setdefault(intended, []).append(self._setup.name(place))
         return "; ".join(f"{digest.hex()[:12]}: {', '.join(names)}" for digest, names in found.items())
 
-    # ---- what this member says
+    # ---- this member's statements
 
     def intend(self, result: bytes, now_s: float) -> None:
         """Set this member's intent."""
@@ -167,8 +169,8 @@ class VoteExchange:
         """
         votes = self.tally.votes
         own = self.own_vote
-        told = (own,) if own_vote_only and own is not None else tuple(votes[peer] for peer in sorted(votes))
-        return Statement(told, dict(self.intents), dict(self.left_out), self.gave_up)
+        sent = (own,) if own_vote_only and own is not None else tuple(votes[peer] for peer in sorted(votes))
+        return Statement(sent, dict(self.intents), dict(self.left_out), self.gave_up)
 
     def asks(self, live: Set[int], now_s: float) -> list[AskVotes]:
         """Return the calls to make now: they send what the called members were not sent yet, or ask again."""
@@ -203,7 +205,7 @@ class VoteExchange:
             and (result is None or self._decided.get(place) != result)
         ]
 
-    # ---- what others say
+    # ---- statements of others
 
     def on_statement(self, place: int, statement: Statement, now_s: float) -> bool:
         """Process a member's statement. Return whether any of it is new. Raise PeerError for an invalid vote;
@@ -215,23 +217,24 @@ class VoteExchange:
                 new |= self.tally.add(vote)
         finally:
             for other, intent in statement.intents.items():
-                told = other == place or not (
+                counts = other == place or not (
                     self._setup.can_dial(other) or self._setup.can_dial(self._setup.own)
                 )
-                if told and other != self._setup.own and self.intents.get(other) != intent:
+                if counts and other != self._setup.own and self.intents.get(other) != intent:
                     self.intents[other] = intent
                     new = True
             for other, reason in statement.left_out.items():
                 self.left_out.setdefault(other, reason)
             if new:
                 self._changed_s = now_s
-                if self._asking and self._is_own_vote(place, statement):  # the others tell theirs in a moment
+                # the others will send theirs in a moment
+                if self._asking and self._is_own_vote(place, statement):
                     self._paused[place] = now_s + _ASK_AGAIN_S, self._own_version
             elif place not in self._abridged and self._is_own_vote(place, statement):
-                self._abridged.add(place)  # it tells more when it is asked again
+                self._abridged.add(place)  # it sends the rest when it is asked again
             else:
-                # It waits for no news, since the round is over for it, or it takes for news what this member
-                # does not count: a vote of a liar.
+                # It answers without waiting, because the round is over for it, or because it considers a
+                # liar's vote news that this member does not count.
                 self._paused[place] = now_s + _ASK_AGAIN_S, self._own_version
         if self._majority_s is None and self.majority is not None:
             self._majority_s = now_s
@@ -252,8 +255,8 @@ class VoteExchange:
         only its own vote knows a certificate: otherwise an answer has something that the asker does not know,
         and all votes (`answers`).
         """
-        told_vote = self._asking.pop(place, -1) >= self._voted_version
-        if not told_vote or statement is None or statement.gave_up or not self._is_own_vote(place, statement):
+        sent_vote = self._asking.pop(place, -1) >= self._voted_version
+        if not sent_vote or statement is None or statement.gave_up or not self._is_own_vote(place, statement):
             return
         if result := statement.votes[0].result:
             self._decided[place] = result
@@ -282,16 +285,16 @@ class VoteExchange:
         return found
 
     def _has_news(self, question: _Question, ready: bool, now_s: float) -> bool:
-        own, told = self._setup.own, question.statement
-        if question.place in told.intents and self.intents.get(own) != told.intents.get(own):
-            return True  # it compares intents, and does not know this member's
+        own, statement = self._setup.own, question.statement
+        if question.place in statement.intents and self.intents.get(own) != statement.intents.get(own):
+            return True  # it compares intents and does not know that of this member
         if not ready and self._setup.can_dial(question.place):
             return False
         if now_s - self._changed_s < _HOLD_S:
             return False
-        known = {(vote.voter, vote.result) for vote in told.votes}
+        known = {(vote.voter, vote.result) for vote in statement.votes}
         return any((vote.voter, vote.result) not in known for vote in self.tally.votes.values()) or any(
-            told.intents.get(place) != intent
+            statement.intents.get(place) != intent
             for place, intent in self.intents.items()
             if place != question.place
             and not self._setup.can_dial(place)

@@ -24,37 +24,36 @@ from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from swarm.core.delays import DelayEstimate
 from swarm.core.errors import UsageError
 from swarm.core.ids import PeerId
 from swarm.core.presets import WAN
 
 PEERS_MAX = 4096
 _GAIN = 0.25  # weight of the newest observation in the running mean and deviation
-_DEVIATIONS = 4.0
-# this many accounts are paid in full; beyond it they share. With steps of at most a quarter of an epoch,
-# waiting for peers of similar speed takes less
+# This many accounts are credited in full; above it they share the credit. With steps of at most a quarter of
+# an epoch, waiting for peers of similar speed needs less
 _ACCOUNTS_PAID_MAX = 3.0
-# of what one peer's account is paid: for all strangers together. Too small: newcomers that are late by a step
-# miss more rounds; too large: identities that cost nothing slow the run
+# Fraction of one peer's credit that all strangers get together. Too small: newcomers that are late by a step
+# miss more rounds; too large: free identities slow down the run
 _STRANGERS_SHARE = 0.25
-_ACCOUNT_PAYMENTS_MAX = 10.0  # a full account holds this many payments: the average is over as many rounds
+_ACCOUNT_PAYMENTS_MAX = 10.0  # a full account holds this many credits, so the average is over as many rounds
 
 
 # added to the observed lateness, for noise of training steps and a starved processor. Too small: a punctual
 # peer is left out
 MARGIN_S = 2.5
 GRACE_S_MAX = 10.0  # upper bound for every peer, however late it used to be
-# the part of it that a group waits for a peer which it does not know, if that is longer than the time in the
-# preset: where long waits pay, peers also start late
+# Share of it for which a group waits for an unknown peer, if that is longer than the preset's time: in runs
+# where long waits are worthwhile, peers also start late
 UNKNOWN_PEER_SHARE = 1 / 6
 
 
 @dataclass(slots=True)
 class _Lateness:
-    account_s: float  # how long searches may wait for it
-    mean_s: float = -1.0  # running mean of its lateness; -1: never seen
-    deviation_s: float = 0.0
-    misses: int = 0  # rounds in a row that began without it while it was idle
+    account_s: float  # seconds for which searches may wait for the peer
+    usual: DelayEstimate | None = None  # of its lateness; None: never seen
+    misses: int = 0  # consecutive rounds that began without it while it was idle
 
 
 class GracePeriod:
@@ -82,7 +81,7 @@ class GracePeriod:
         self._unknown_peer_s = max(unknown_peer_s, UNKNOWN_PEER_SHARE * grace_s_max)
         self._observed: OrderedDict[PeerId, _Lateness] = OrderedDict()
         self._strangers_s = self._unknown_peer_s  # the account of all strangers together
-        self._paid_s: float | None = None  # until when the time was paid into the accounts
+        self._paid_s: float | None = None  # time up to which accounts were credited
 
     def grace_s(self, peer_id: PeerId) -> float:
         """Return how long after this peer's own arrival `peer_id` may still come, in seconds. Each
@@ -91,10 +90,10 @@ class GracePeriod:
         lateness = self._observed.get(peer_id)
         if lateness is None:
             return float(min(self._unknown_peer_s, self.grace_s_max))
-        if lateness.mean_s < 0.0:
+        if lateness.usual is None:
             grace = self._unknown_peer_s
         else:
-            grace = lateness.mean_s + _DEVIATIONS * lateness.deviation_s + MARGIN_S
+            grace = lateness.usual.rarely_exceeded_s + MARGIN_S
         grace = min(grace, self.grace_s_max) * 0.5**lateness.misses
         return float(grace if self._waiting_share_max is None else min(grace, lateness.account_s))
 
@@ -158,12 +157,10 @@ class GracePeriod:
         late_s = min(max(late_s, 0.0), self.grace_s_max)
         lateness = self._lateness_of(peer_id)
         lateness.misses = 0
-        if lateness.mean_s < 0.0:
-            lateness.mean_s, lateness.deviation_s = late_s, late_s / 2
-            return
-        error_s = late_s - lateness.mean_s
-        lateness.mean_s += _GAIN * error_s
-        lateness.deviation_s += _GAIN * (abs(error_s) - lateness.deviation_s)
+        if lateness.usual is None:
+            lateness.usual = DelayEstimate.of_first(late_s)
+        else:
+            lateness.usual.observe(late_s, _GAIN)
 
     def record_miss(self, peer_id: PeerId) -> None:
         """Record that a round began without this peer although it was idle."""

@@ -25,12 +25,12 @@ from averaging.matchmaking.logic.presence_shards import HolderShard
 from swarm.core.ids import PeerId
 
 CELLS_MAX = 1 << 24
-LOBBY = -1  # the lobby of peers whose cell was empty or full: the same for every shape
-ELECTORS = -2  # the cell of the electors of a run, who decide together: the same for every shape
+LOBBY = -1  # the lobby, for peers whose cell was empty or full; equal for every shape
+ELECTORS = -2  # the cell of a run's electors, which decide together; equal for every shape
 PLACE_MAX = 32  # characters of a place within a key
-# share of the coarser shape's capacity: hysteresis, so that a swarm around a border keeps its cells
+# share of the coarser shape's capacity; hysteresis keeps the cells of a swarm near a boundary
 _SHRINKS_BELOW = 0.75
-_EVEN_SHARE = 0.75  # share of the mean number of peers in a cell; fewer are not waited for in a divided swarm
+_EVEN_SHARE = 0.75  # share of the mean cell size above which a divided swarm stops waiting for more
 _MARK = "\x1f"
 _PLACE = re.compile(r"(\d{1,3})\.(\d{1,8})\.(\d{1,8})")
 _LOBBY_TEXT, _ELECTORS_TEXT = "*", "+"
@@ -178,8 +178,8 @@ class AveragingGrid:
         self._next: int | None = None  # the cell after the round in progress, if that is committed
         self.shape = Shape(group_size)
         self.cell = 0
-        self._moves = 0  # how often this peer found no group in its cell
-        self.has_moved = False  # the cell follows from a group, no longer from the rank
+        self._moves = 0  # number of searches without a group in this peer's cell
+        self.has_moved = False  # True: the cell follows from a group; False: from the rank
         self.peers = 1  # live peers as far as known, this one included
 
     @property

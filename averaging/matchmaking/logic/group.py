@@ -33,11 +33,11 @@ class Member:
     # bytes/s that it can send; the size of its shard follows from it. 0.0: it cannot be dialed and reduces
     # nothing (a client)
     bandwidth: float
-    bandwidth_is_set: bool = False  # by its user, who knows; False: measured, with errors
-    auxiliary: bool = False  # it reduces, and contributes no values of its own
-    # rounds that an epoch of the swarm needs, as this member sees it; 0: it does not say
+    bandwidth_is_set: bool = False  # True: set by its user; False: measured, with errors
+    auxiliary: bool = False  # it reduces but contributes no values
+    # rounds that an epoch of the swarm needs, in this member's view; 0: not stated
     grid_rounds: int = 0
-    # an hour has passed since electors were last admitted, by this member's clock (`GrowthClock`)
+    # by this member's clock, an hour has passed since electors were last admitted (`GrowthClock`)
     new_hour: bool = False
     # electors of the head whose goodbyes this member knows: a bit for each, the lowest for the most senior
     gone: int = 0
@@ -97,9 +97,9 @@ class Group:
     gathered: tuple[bytes, ...]
     # members that may reduce, as each member concludes for itself; None: all that can be dialed
     reducers: frozenset[PeerId] | None = None
-    # members that are strangers to the run, in this member's eyes
+    # members that this member considers strangers to the run
     strangers: frozenset[PeerId] = frozenset()
-    # members whose faults this member has not forgiven: their words excuse no delay
+    # members whose faults this member has not forgiven; their statements do not excuse delays
     doubted: frozenset[PeerId] = frozenset()
 
     def __post_init__(self) -> None:

@@ -51,8 +51,8 @@ class RoundHistory:
 
     def __init__(self, *, grace_period: GracePeriod, unreachable_s: float, now_s: float) -> None:
         self.grace_period = grace_period
-        # counts this peer's changes of status; taken from the clock so that a restarted peer continues above
-        # its earlier values
+        # number of this peer's changes of status; starts at the clock, so that a restarted peer continues
+        # above its earlier values
         self.turn = max(int(now_s * 1e6), 0)
         self.holders: dict[PeerId, Holder] = {}
         self.records_read_s = -math.inf  # when the presence records were read

@@ -51,12 +51,12 @@ if TYPE_CHECKING:
     import random
 
 _FIRST_READ_INTERVAL_S = 0.25  # interval of reads of the presence records while no holder is known
-_EMPTY_CELL_WAIT_S = 1.0  # a grid cell with no known members is taken to be empty after this
+_EMPTY_CELL_WAIT_S = 1.0  # a grid cell without known members counts as empty after this
 _READ_INTERVAL_S = 2.0  # presence records older than this are read again during a search
-# records older than this do not tell which peers to expect. Too large: newcomers are overlooked
+# records older than this are not used to predict which peers will come. Too large: newcomers are overlooked
 _RECORDS_AGE_S_MAX = 5.0
 _RECORDS_WAIT_S = 2.0  # a group that is large enough waits this long for newer records
-# a search does not end as alone before the averager has existed this long: others may be starting right now
+# a search does not end with "alone" before the averager has existed this long, because others may be starting
 _SETTLE_S = 0.5
 _UNREACHABLE_S = 10.0  # searches do not wait for a peer that did not answer within this time
 # share of the window by which a leader begins before its deadline, so that its replies arrive in time
@@ -165,8 +165,7 @@ class Matchmaker:
             {peer_id: holder for peer_id, holder in holders.items() if peer_id != self._own}, now_s
         )
         if (search := self._search) is not None:
-            # a read that was under way when the search began may have missed peers that announced themselves
-            # since
+            # a read that began before the search may have missed later announcements
             search.records_read, search.reading_records = search.records_read or search.reading_records, False
             search.table.on_holders(self._history.holders, self._history.unreachable(now_s))
 
@@ -206,14 +205,14 @@ class Matchmaker:
         is_latest = search.table.on_answer(peer_id, answer, now_s)
         if is_latest and search.following == peer_id:
             leads = answer.status is PeerStatus.SEARCHING and answer.round_key == search.request.round_key
-            # replies to queries sent before it led this peer do not count
+            # replies to queries from before it led this peer do not count
             search.contrary_answers = 0 if leads or not search.pinged else search.contrary_answers + 1
 
     def on_query_failed(self, peer_id: PeerId, text: str, now_s: float) -> None:
         """Record that a query to this peer failed, for the reason `text`."""
         self._history.mark_unreachable(peer_id, now_s)
         if self._search is not None:
-            self._search.table.on_failure(peer_id, text)
+            self._search.table.on_failure(peer_id, text, now_s)
 
     def on_join(self, join: Join, now_s: float) -> Answer | int:
         """Process the request of another peer to be led. Return this peer's status when it declines, or a
@@ -282,7 +281,7 @@ class Matchmaker:
             if not wrong:
                 self._begin_round(answer, now_s)
                 return
-            search.table.on_failure(peer_id, wrong)
+            search.table.on_failure(peer_id, wrong, now_s)
             return
         search.table.on_answer(peer_id, answer, now_s)
         search.table.on_refusal(peer_id, now_s)
@@ -293,7 +292,7 @@ class Matchmaker:
         if search is not None and search.following == peer_id:
             self._stop_following(search, now_s)
             self._history.mark_unreachable(peer_id, now_s)
-            search.table.on_failure(peer_id, text)
+            search.table.on_failure(peer_id, text, now_s)
 
     # --- time
 
@@ -324,7 +323,7 @@ class Matchmaker:
         search = self._search
         if search is None:
             return None
-        times = [search.request.deadline_s, self._next_read_s(search)]
+        times = [search.request.deadline_s, self._next_read_s(search, now_s)]
         if search.following is not None:
             times.append(search.pinged_s + LEADER_PING_INTERVAL_S)
         else:
@@ -335,21 +334,21 @@ class Matchmaker:
                 self._wait_until_s(search),
                 self._created_s + _SETTLE_S,
             ]
-        # times in the past were handled by the last poll, or wait for a reply
+        # past times were handled by the last poll, or wait for a reply
         return min((at for at in times if now_s < at < math.inf), default=now_s + _READ_INTERVAL_S)
 
     # --- presence records and status
 
-    def _next_read_s(self, search: Search) -> float:
+    def _next_read_s(self, search: Search, now_s: float) -> float:
         if search.reading_records:
             return math.inf
-        if not self._history.holders or (not search.records_read and search.table.is_impossible()):
+        if not self._history.holders or (not search.records_read and search.table.is_impossible(now_s)):
             # the search might end because this peer is alone
             return search.read_started_s + _FIRST_READ_INTERVAL_S
         return max(self._history.records_read_s, search.read_started_s) + _READ_INTERVAL_S
 
     def _read_records_if_due(self, search: Search, now_s: float) -> None:
-        if now_s >= self._next_read_s(search):
+        if now_s >= self._next_read_s(search, now_s):
             search.reading_records, search.read_started_s = True, now_s
             self._outbox.append(ReadRecords())
 
@@ -429,13 +428,13 @@ class Matchmaker:
             self._answer(unseated, self._history.status(now_s))
         elif overdue or search.is_committed_elsewhere():
             self._end_search(search.table.explain(deadline=overdue), now_s)
-        # in a grid: try another place, but only when there is nobody left to wait for
+        # in a grid: try another place, but only if there is no peer left to wait for
         elif search.request.expected:
             if search.records_read and now_s >= max(search.request.stay_until_s, self._wait_until_s(search)):
                 self._end_search(search.table.explain(deadline=False), now_s)
         elif (
             search.records_read
-            and search.table.is_impossible()
+            and search.table.is_impossible(now_s)
             and (search.table.peers or now_s >= self._created_s + _SETTLE_S)
         ):
             self._end_search(search.table.explain(deadline=False), now_s)
@@ -471,7 +470,8 @@ class Matchmaker:
         members = frozenset(group.peer_ids)
         missing_s, waited_s = search.table.missing_s(now_s), now_s - search.started_s
         strangers = [peer_id for peer_id in missing_s if search.request.precedence.is_stranger(peer_id)]
-        if search.request.expected:  # the lateness of a cell's last members is kept under this peer's own id
+        # the lateness of a cell's last members is recorded under this peer's own id
+        if search.request.expected:
             full = len(members) >= search.request.expected
             self._history.grace_period.record_cell_group(self._own, waited_s, full)
             if not full:

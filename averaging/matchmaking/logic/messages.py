@@ -49,10 +49,10 @@ class PeerStatus(enum.IntEnum):
 
     IDLE = 1  # it holds this averager and is not averaging now
     SEARCHING = 2  # it looks for a group, and leads those who join it
-    FOLLOWING = 3  # it has asked another peer to lead, and accepts no followers meanwhile
+    FOLLOWING = 3  # it follows another peer, and accepts no followers meanwhile
     BUSY = 4  # it is in a round, or without a round key in a training step
-    PASSED = 5  # it has committed the round of this key, which is not repeated
-    REFUSED = 6  # it will never average with the asker: its tensors or codec differ
+    PASSED = 5  # it has committed the round with this key, which is not repeated
+    REFUSED = 6  # it can never average with the caller: tensors or codec differ
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -72,7 +72,7 @@ class LookForGroup:
     """Announcement that a peer looks for a group."""
 
     contact: Contact  # of the sender; the service has checked that the peer id is the caller's
-    round_key: str  # only peers with equal keys meet; "" when the caller gave none
+    round_key: str  # only peers with equal keys form a group; "" if the caller gave none
     schema: bytes  # hash over tensor shapes, dtypes, codec, aggregation
     schema_text: str  # the same in words, for the error message of the other peer
     deadline_s: float  # swarm time
@@ -107,7 +107,7 @@ class Answer:
     can_lead: bool = True
     leader: Leader | None = None  # the peer that it follows
     expected_s: float = 0.0  # busy: estimated time until its round or step is over
-    # busy: members of its round; a hint, so that the asker need not query them one by one
+    # busy: members of its round, as a hint that saves the caller queries
     members: tuple[PeerId, ...] = ()
     text: str = ""  # refused: why
     turn: int = 0  # as in `LookForGroup`, of the peer that replies
@@ -153,17 +153,19 @@ def _always(peers: Collection[PeerId]) -> bool:
 class Precedence:
     """The standing of the other peers of one search, from this peer's point of view."""
 
-    # of the head that the group extends, the same in all searches under one key; empty: all peers are alike
+    # electors of the head that the group extends, equal in all searches under one key; empty: all peers are
+    # equal
     electors: frozenset[PeerId] = frozenset()
     is_member: IsMember = _nobody  # of the run
-    is_proven: IsMember = _nobody  # it is a member, or has contributed to a certified round
-    is_passed_over: IsMember = _nobody  # this peer forms no group with it for now
-    is_holding: IsMember = _nobody  # the reason is that it led a group and did not begin
-    is_doubted: IsMember = _nobody  # this peer has seen faults of it lately: it has less patience
+    is_proven: IsMember = _nobody  # whether it is a member or has contributed to a certified round
+    is_passed_over: IsMember = _nobody  # whether this peer currently avoids groups with it
+    is_holding: IsMember = _nobody  # whether the reason is that it led a group and did not begin
+    # whether this peer observed faults of it recently, and therefore waits less for it
+    is_doubted: IsMember = _nobody
     may_be_alone: bool = False  # a group of this peer alone is large enough
     # whether all electors but these peers are a quorum, without which no group commits the round
     is_quorum_without: Callable[[Collection[PeerId]], bool] = _always
-    is_cell: bool = False  # of a run that is larger than a group: the cell's rounds extend no head
+    is_cell: bool = False  # a run larger than a group: rounds of the cell extend no head
 
     def is_stranger(self, peer_id: PeerId) -> bool:
         """Return whether a peer has no standing, in a run that has electors."""
@@ -268,7 +270,7 @@ class SearchFailed:
 
     reason: SearchFailure
     detail: str  # a sentence for people
-    held_by: PeerId | None = None  # the leader that did not begin until this peer's deadline
+    held_by: PeerId | None = None  # the leader that had not begun at this peer's deadline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from averaging.matchmaking.logic.asking import FIRST_MAX, asked_again_s
+from averaging.matchmaking.logic.asking import FIRST_MAX, asked_again_s, is_given_up
 from averaging.matchmaking.logic.grace_period import GracePeriod
 from averaging.matchmaking.logic.grid import shape_of, split_key
 from averaging.matchmaking.logic.messages import (
@@ -35,17 +35,18 @@ from swarm.core.backoff import backoff_s
 from swarm.core.ids import Contact, PeerId
 
 PEERS_MAX = 1024  # peers in the table of one search
-# holders that one search queries; all searches of a round query the same ones. Too small: groups split; too
+# holders that one search queries; they are the same in all searches of a round. Too small: groups split; too
 # large: traffic grows with N²
 QUERIED_PEERS_MAX = 64
 _AVOID_FIRST_S = 0.02  # a leader that refused is asked again after this; doubled with each refusal
 _AVOID_MAX_S = 1.0
-# a searching peer that ranks after this one is about to join; it is not waited for longer than this
+# a searching peer that ranks after this one should join soon; it is waited for at most this long
 _JOIN_WAIT_S = 1.0
 # a follower notices within this that its leader is dead: ping interval, timeout of the ping, and a margin
 _LEADER_LOSS_S = 2.0
 _BUSY_MAX_S = 3600.0
-_ENGAGED = (PeerStatus.BUSY, PeerStatus.FOLLOWING, PeerStatus.PASSED)  # in or after a round, or about to be
+# statuses of a peer that is in a round, after it, or about to begin
+_ENGAGED = (PeerStatus.BUSY, PeerStatus.FOLLOWING, PeerStatus.PASSED)
 
 
 @dataclass(slots=True)
@@ -53,24 +54,25 @@ class PeerState:
     """State of one other peer, as this search knows it."""
 
     contact: Contact
-    expected: bool = False  # it holds the averager by its presence record
+    expected: bool = False  # according to its presence record, it holds the averager
     status: PeerStatus | None = None  # None: it has sent nothing in this search
     round_key: str = ""
     rank: Rank | None = None
     can_lead: bool = True
     follows: Leader | None = None
     busy_until_s: float = -math.inf
-    turn: int = 0  # of its latest message: earlier ones may arrive after it
+    turn: int = 0  # turn of its latest message; earlier messages may arrive later
     queried_s: float = -math.inf
     changed_s: float = math.inf  # when this search learned its present status and key
     query_pending: bool = False
     failed: str = ""  # why the last call to it failed; "" when it did not
-    failures: int = 0  # in a row
+    failures: int = 0  # consecutive failures, the first of them at `failed_since_s`
+    failed_since_s: float = math.inf
     refusals: int = 0
     avoid_until_s: float = -math.inf
-    was_searching: bool = False  # at some time in this search, under the same key
+    was_searching: bool = False  # it was searching at some time during this search, under the same key
     arrived_s: float = math.inf  # when this search learned that the peer searches under the same key
-    searching_since_s: float = -math.inf  # with this rank
+    searching_since_s: float = -math.inf  # its rank in that search
     text: str = ""
     clock_off_s: float = 0.0
 
@@ -89,10 +91,10 @@ class PeerTable:
         self.query = query
         self._precedence, self._is_member = precedence, precedence.is_member
         self._order = functools.partial(asking_order, round_key=query.round_key, is_member=self._is_member)
-        # a peer that looks for another round in this cell is past this one, or goes on to another cell first
+        # a peer that looks for another round in this cell has finished this one, or visits another cell first
         self._in_cell = shape_of(split_key(query.round_key)[1]) is not None
         self.started_s = started_s
-        self.free_since_s = started_s  # since when this peer follows nobody, and could lead
+        self.free_since_s = started_s  # when this peer became free to lead
         self.peers: dict[PeerId, PeerState] = {}
         self._grace_period = grace_period
 
@@ -121,7 +123,8 @@ class PeerTable:
                 return
             peer.expected = True
             if peer.contact != holder.contact and (peer.status is None or peer.failed):
-                peer.contact, peer.failed, peer.failures = holder.contact, "", 0  # maybe through other relays
+                # it may be reachable through other relays now
+                peer.contact, peer.failed, peer.failures = holder.contact, "", 0
                 peer.queried_s, peer.query_pending = -math.inf, False
                 recently_failed.discard(peer_id)
             if peer.status is None:
@@ -139,7 +142,7 @@ class PeerTable:
         peer.contact = query.contact
         if not self._on_message(peer, query.turn, query.clock_off_s):
             return
-        peer.queried_s = max(peer.queried_s, now_s)  # the answer tells it what a query would
+        peer.queried_s = max(peer.queried_s, now_s)  # the answer contains what a query would tell it
         if query.schema != self.query.schema:
             peer.status, peer.text = PeerStatus.REFUSED, query.schema_text
             return
@@ -192,12 +195,12 @@ class PeerTable:
         else:
             peer.queried_s = -math.inf
 
-    def on_failure(self, peer_id: PeerId, text: str) -> None:
+    def on_failure(self, peer_id: PeerId, text: str, now_s: float) -> None:
         """Record that a call to this peer failed, for the reason `text`."""
         if (peer := self.peers.get(peer_id)) is not None:
-            peer.query_pending = False
-            peer.failed = text or "no answer"
+            peer.query_pending, peer.failed = False, text or "no answer"
             peer.failures += 1
+            peer.failed_since_s = min(peer.failed_since_s, now_s)
 
     def forget_status(self, peer_id: PeerId) -> None:
         """Query the status of this peer again, and wait for it no longer than its reply takes."""
@@ -291,7 +294,7 @@ class PeerTable:
         if peer.status is PeerStatus.FOLLOWING and same_key:
             return self._follower_until_s(peer)
         if peer.was_searching or (peer.status is PeerStatus.BUSY and same_key and peer.round_key):
-            return -math.inf  # it found a group for this round without this peer
+            return -math.inf  # it has found a group for this round without this peer
         if peer.status is PeerStatus.BUSY:
             until_s = peer.busy_until_s + self._grace_period.grace_s(peer_id)
             longest_s = self.started_s + self._grace_period.busy_grace_s(peer_id)
@@ -301,9 +304,10 @@ class PeerTable:
 
     def _follower_until_s(self, peer: PeerState) -> float:
         """Return by when a peer that follows another one would have come to this one."""
-        # Either it follows this peer and its call is on the way; or its leader learns of this peer and sends
-        # it here; or its leader, which ranks before this peer, has a full group (or this peer would follow
-        # it, too) and sends it away: the members of that group are known to be busy.
+        # There are three cases. It follows this peer and its call is in transit. Or its leader learns of this
+        # peer and redirects it here. Or its leader, which ranks before this peer, has a full group (otherwise
+        # this peer would follow it, too) and sends it away; the members of that group are then known to be
+        # busy.
         leader = self.peers.get(peer.follows.contact.peer_id) if peer.follows is not None else None
         return max(peer.searching_since_s, self.free_since_s) + (
             _LEADER_LOSS_S if leader is not None and leader.failed else _JOIN_WAIT_S
@@ -339,12 +343,11 @@ class PeerTable:
         """Return the number of known peers that can still be in a group with this one."""
         return sum(self.may_come(peer) for peer in self.peers.values())
 
-    def is_impossible(self) -> bool:
-        """Return whether no known peer can be in a group with this one any more. A single failed call does
-        not prove that.
-        """
+    def is_impossible(self, now_s: float) -> bool:
+        """Return whether no known peer can be in a group with this one any more."""
         return not any(
-            self.may_come(peer) or (peer.failed and peer.failures < 2) for peer in self.peers.values()
+            self.may_come(peer) or (peer.failed and not is_given_up(peer, now_s))
+            for peer in self.peers.values()
         )
 
     def round_has_begun(self) -> bool:
@@ -418,7 +421,7 @@ class PeerTable:
     def _on_message(self, peer: PeerState, turn: int, clock_off_s: float) -> bool:
         """Mark the peer as alive. Return whether its message is the latest by its turn."""
         peer.clock_off_s = clock_off_s
-        peer.failed, peer.failures = "", 0
+        peer.failed, peer.failures, peer.failed_since_s = "", 0, math.inf
         latest = turn >= peer.turn
         peer.turn = max(turn, peer.turn)
         return latest
@@ -430,8 +433,8 @@ class PeerTable:
     def _set_searching(
         self, peer: PeerState, rank: Rank, round_key: str, can_lead: bool, now_s: float
     ) -> None:
-        # a peer that claims to follow this one without a pending call has lost that call: its pings do not
-        # make it a newcomer
+        # a peer that claims to follow this one without a pending call has lost that call; its pings do not
+        # count as an arrival
         follows_this_peer = (
             peer.status is PeerStatus.FOLLOWING
             and peer.follows is not None
@@ -455,12 +458,14 @@ class PeerTable:
 
     def _mark_busy(self, member: PeerState | None, reporter: PeerState, members: tuple[PeerId, ...]) -> None:
         """Mark `member` as busy: `reporter` reports that it is in a round with it, among `members`."""
-        # a round in which this peer was is over here; without round keys nothing else tells it from the next
+        # the round of this peer is over here; without round keys nothing else distinguishes it from the next
+        # one
         is_other = reporter.round_key != self.query.round_key or self.query.contact.peer_id in members
         if member is None or (
             member.status is not None and member.round_key == self.query.round_key and is_other
         ):
-            return  # by its own message it looks for this round: it ended the other one before `reporter`
+            # its own message says that it looks for this round, so it ended the other one before `reporter`
+            return
         if member.status in (None, PeerStatus.SEARCHING, PeerStatus.FOLLOWING):
             member.status, member.round_key, member.busy_until_s = (
                 PeerStatus.BUSY,

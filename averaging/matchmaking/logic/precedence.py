@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 _Follower = TypeVar("_Follower")
 
-# a contributor that is no elector counts with at most this many times the median weight of the electors; in a
-# cell of the grid every contributor with as many times the median of all, from three on, since two have no
-# majority
+# A contributor that is not an elector counts with at most this many times the electors' median weight. In a
+# cell of the grid the limit applies to every contributor, relative to the median of all, if there are at
+# least three
 WEIGHT_RATIO_MAX = 3.0
 
 
@@ -36,7 +36,7 @@ def asking_order(peer_id: PeerId, round_key: str, is_member: IsMember) -> bytes:
     return (b"\0" if is_member(peer_id) else b"\1") + _hash_in_round(round_key, peer_id.public_key)
 
 
-@functools.lru_cache(4096)  # of the present rounds: every poll of a search sorts its peers
+@functools.lru_cache(4096)  # cached, because every poll of a search sorts its peers
 def _hash_in_round(round_key: str, public_key: bytes) -> bytes:
     return hashlib.sha256(round_key.encode() + b"\0" + public_key).digest()
 

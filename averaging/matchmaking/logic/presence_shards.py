@@ -24,13 +24,14 @@ FLAT_MAX = 128  # holders that share one dictionary, or twice a group if that is
 SHARD_HOLDERS = 32  # nominal size when the number of shards is chosen
 BITS_MIN = 3  # bits of the coarsest division
 BITS_MAX = 20
-# times SHARD_HOLDERS: a shard beyond these leads to a finer or a coarser division
+# factors on SHARD_HOLDERS: a shard outside of these leads to a finer or coarser division
 _ABOVE, _BELOW = 1.5, 0.375
-_RETURNS_BELOW = 0.75  # times the maximum of one dictionary: a divided swarm of fewer returns to it
-# shards whose sizes a peer knows when it estimates the number of holders. Fewer: estimates differ so much
-# that peers divide the swarm into different cells, and few meet. More: more reads
+_RETURNS_BELOW = 0.75  # factor on the maximum of one dictionary below which a divided swarm returns to it
+# shards that a peer samples to estimate the number of holders. Fewer: estimates differ so much that peers
+# divide the swarm into different cells and rarely meet. More: more reads
 SHARDS_COUNTED = 8
-_NOTICES_MIN = 8  # a first shard has more holders; fewer notices are no evidence of a divided swarm
+# the first shard of a divided swarm has more holders than this; fewer notices are not evidence of one
+_NOTICES_MIN = 8
 
 
 @dataclass(frozen=True, slots=True)

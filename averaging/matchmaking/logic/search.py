@@ -52,14 +52,14 @@ class Search:
     followers: dict[PeerId, GroupFollower] = field(default_factory=dict)
     following: PeerId | None = None
     pinged_s: float = -math.inf
-    pinged: bool = False  # since this peer follows its leader
+    pinged: bool = False  # whether the leader was pinged since this peer follows it
     contrary_answers: int = (
         0  # consecutive replies of the leader to pings that say it does not lead this round
     )
     records_read: bool = False  # the presence records were read since the search began
     reading_records: bool = False
     read_started_s: float = -math.inf
-    held_by: PeerId | None = None  # the leader that had not begun when this peer's time was over
+    held_by: PeerId | None = None  # the leader that had not begun at this peer's deadline
 
     @property
     def size(self) -> int:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from averaging.matchmaking.service.exchange import GroupExchange
 
 LOBBY_S = 1.0  # an unmatched peer waits this long in the lobby before it retries its own cell; doubles
-LOBBY_S_MAX = 4.0  # up to this
+LOBBY_S_MAX = 4.0  # upper limit of the doubled wait
 # holders that keep the member list of one cell. Too small: when they die, members find each other only in the
 # lobby
 _HOSTS_PER_CELL = 3
@@ -51,7 +51,7 @@ _RECORDS_AGE_S_MAX = 5.0
 _LOOKUP_INTERVAL_S = 1.0  # the hosts of a cell are asked again during a search after this, at the earliest
 _CALL_TIMEOUT_S = 1.0
 _READ_TIMEOUT_S = 2.0  # for the records of a place's hosts
-_LOST_S = 10.0  # a peer that did not answer is not counted, and hosts no list, for this long
+_LOST_S = 10.0  # for this long, a peer that did not answer is not counted and hosts no list
 _HOLDERS_MAX = 4096
 
 
@@ -76,10 +76,10 @@ class Cells:
         self._group_size, self._ledger = group_size, exchange.ledger_of(name.run)
         self._presence, self._caller, self._clock = presence, exchange.caller, exchange.clock
         self._supervisor = supervisor
-        self._contact: Contact | None = None  # of this peer, as of the last search
-        # the other holders with the same schema; in a large swarm those of this peer's shard
+        self._contact: Contact | None = None  # contact of this peer at the last search
+        # other holders with the same schema; in a large swarm only those of this peer's shard
         self._holders: dict[PeerId, Holder] = {}
-        self._shard = HolderShard()  # that the holders are of
+        self._shard = HolderShard()  # shard of these holders
         self._records_read_s = -math.inf
         self._round_key = ""
         self._reported: dict[PeerId, Holder] = {}  # members reported by hosts during this search
@@ -87,7 +87,8 @@ class Cells:
         self._round_passed: dict[PeerId, bool] = {}  # per host that replied in this search
         self._passed = PassedRounds()
         self._entered: dict[str, list[Contact]] = {}  # reported places, and the hosts of each
-        self._lost: dict[PeerId, float] = {}  # peers that did not answer, and until when they count as lost
+        # peers that did not answer -> time until which they count as lost
+        self._lost: dict[PeerId, float] = {}
         self._turn = 0
 
     # --- known peers
@@ -141,7 +142,7 @@ class Cells:
         shape = shape_of(place)
         if shape is not None and shape != self.grid.shape:
             self.grid.adopt_shape(shape)
-            self._records_read_s = -math.inf  # one of the two peers is not up to date
+            self._records_read_s = -math.inf  # one of the two peers has outdated records
 
     def candidates(self) -> dict[PeerId, Holder]:
         """Return the peers that may come to the place of the search, as far as known; all holders without a
@@ -270,7 +271,7 @@ class Cells:
         try:
             self.on_records(await self._presence.read(timeout_s))
         except SwarmError:
-            return  # the known holders suffice for now
+            return  # the known holders are enough for now
 
     async def _hosts_of(self, place: str) -> list[Contact]:
         """Return the hosts of a place: of the holders that can be dialed, the same ones on every peer. In a
@@ -328,7 +329,7 @@ class Cells:
             report(self.candidates())
 
         await self._call_hosts_of(place.text, on_reply)
-        if self.place == place:  # the lookup is over even when no host replied
+        if self.place == place:  # the lookup has ended even if no host replied
             report(self.candidates())
 
     async def _call_hosts_of(

@@ -114,7 +114,7 @@ class GroupExchange:
 
     def _on_cell_lookup(self, caller: PeerId, request: group_pb2.Meet) -> group_pb2.MeetAnswer:
         lookup = decode_cell_lookup(request, caller)
-        return encode_cell_lookup_reply(self._service(request, caller).on_cell_lookup(lookup))
+        return encode_cell_lookup_reply(self._service(request, caller).cells.on_cell_lookup(lookup))
 
     def _service(self, query: group_pb2.Seek | group_pb2.Meet, caller: PeerId) -> GroupService:
         service = self._services.get(AveragerName(run=query.run, averager=query.averager))

@@ -24,8 +24,6 @@ from averaging.matchmaking.logic.messages import (
     Answer,
     AnswerJoin,
     AveragerName,
-    CellLookup,
-    CellLookupReply,
     Effect,
     Holder,
     Join,
@@ -62,9 +60,10 @@ from swarm.runtime.supervise import Supervisor
 if TYPE_CHECKING:
     from averaging.matchmaking.service.exchange import GroupExchange
 
-# timers are set this much later: one that fires a rounding error early would find nothing to do, repeatedly
+# added to timers: one that fires early by a rounding error would find nothing to do and repeat
 _TIMER_MARGIN_S = 1e-6
-# a leader answers by its own deadline, which is not after its follower's; this covers the way back and clocks
+# margin for the reply and for clock errors: a leader answers by its own deadline, which is not after its
+# follower's
 _ANSWER_SLACK_S = 1.0
 
 
@@ -109,7 +108,7 @@ class GroupService:
             schema=schema,
             group_size=target_group_size,
         )
-        self._in_cell = False  # the machine knows the peers of one cell only
+        self._in_cell = False  # True: the machine knows only the peers of one cell
         self._changed = ChangeEvent()
         self._pending_joins: dict[int, asyncio.Future[Group | Answer]] = {}  # calls of followers, by ticket
         self._joining: asyncio.Task[None] | None = None
@@ -158,7 +157,7 @@ class GroupService:
                     self.ledger.fault(outcome.held_by, "it led a group, and did not begin", held=True)
                 now_s = self._clock.monotonic_s()
                 stay_until_s = -math.inf
-                if outcome is None:  # the grid has another shape by now
+                if outcome is None:  # the grid has a different shape by now
                     place = cells.grid.home
                 elif electors or not cells.grid.divided:
                     return outcome
@@ -234,7 +233,8 @@ class GroupService:
         """
         now_s = self._clock.monotonic_s()
         self.machine.stop(now_s)
-        # the leader's answer may have come in the moment before: then the machine has ended the search itself
+        # the leader's answer may have arrived a moment ago, in which case the machine has ended the search
+        # itself
         ended = self._perform(self.machine.poll(now_s), None, set())
         if isinstance(outcome or ended, Group):
             self.machine.round_over(committed=False, left_out=frozenset(), now_s=now_s)
@@ -277,7 +277,7 @@ class GroupService:
         members that kept it from going well.
         """
         for peer_id, reason in faults.items():
-            self.ledger.fault(peer_id, reason)
+            self.ledger.fault(peer_id, reason, committed=committed)
         for peer_id, lie in accused.items():
             self.blocklist.block(peer_id, lie)
         self.machine.round_over(committed=committed, left_out=left_out, now_s=self._clock.monotonic_s())
@@ -311,12 +311,8 @@ class GroupService:
         coming, place = self.cells.grid.next, split_key(query.round_key)[1]
         moves_on = coming is not None and place not in ("", coming.text)
         if moves_on and answer.status is PeerStatus.BUSY and answer.round_key != query.round_key:
-            return self._answer_elsewhere(query)  # its next round is in another cell than the present one
+            return self._answer_elsewhere(query)  # its next round is in a different cell than the current one
         return answer
-
-    def on_cell_lookup(self, lookup: CellLookup) -> CellLookupReply:
-        """Handle a report to this peer as the host of a cell."""
-        return self.cells.on_cell_lookup(lookup)
 
     def _answer_elsewhere(self, query: LookForGroup) -> Answer:
         """Return the status for a peer that searches in a cell where this peer is not, so that it does not
@@ -326,7 +322,7 @@ class GroupService:
             self.machine.status_for(query, self._clock.monotonic_s()),
             split_key(query.round_key)[1],
         )
-        # a peer that does not know of the grid yet learns of it from the key in this answer
+        # the key in this answer informs a peer that does not know of the grid yet
         if not place or answer.status is PeerStatus.REFUSED:
             return answer
         return Answer(status=PeerStatus.PASSED, round_key=query.round_key, turn=answer.turn)
@@ -408,7 +404,7 @@ class GroupService:
         request = encode_join(join, name=self.name, now_s=sent_s)
         timeout_s = max(join.query.deadline_s - sent_s, 0.0) + _ANSWER_SLACK_S
         try:
-            # a peer that does not know of the block yet may follow this leader
+            # a peer that does not know of the block yet may still follow this leader
             self.blocklist.check(contact.peer_id)
             reply = await self._caller.call(contact, JOIN, request, timeout_s=timeout_s)
             now_s = self._clock.swarm_s()

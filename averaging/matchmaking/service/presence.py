@@ -215,7 +215,7 @@ class DhtPresence:
         """Read the one dictionary of a small swarm. A peer that finds a larger swarm reads its shard."""
         records = await self._records(HolderShard(), timeout_s)
         if not records.keys() - {self._own().peer_id}:
-            # replicas that have just come may lack the records, and this peer must not believe to be alone
+            # new replicas may lack the records, and this peer must not conclude that it is alone
             records = await self._records(HolderShard(), timeout_s, latest=True)
         notices = [bits for _, bits in records.values() if bits]
         total = holders_estimated(len(records) - len(notices), notices)

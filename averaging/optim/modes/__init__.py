@@ -28,14 +28,15 @@ CapturedRound = Any  # result of a round, kept by a mode to be replayed
 class ModeTraits:
     """Properties of a mode that the epoch loop must know. They are the same on all peers."""
 
-    compatibility_tag: str  # the mode with its settings, in words: only peers with equal tags meet in a round
+    compatibility_tag: str  # the mode with its settings, as text; only peers with equal tags form a group
     # kind of tensor that rounds average, for codec="adaptive": see swarm.compression.adaptive.ROLES
     role: Role
     # local steps change this peer's own parameters: its progress outlives a failed round
     keeps_progress: bool = False
     overlapped: bool = False  # training continues while a round runs
-    # for an overlapped mode: apply a round exactly this many local steps later; None: when it has ended
+    # for an overlapped mode: apply a round exactly this many local steps later; None: as soon as it has ended
     delay_steps: int | None = None
+    flat: bool = False  # rounds average parameters laid end to end, which are no matrices any more
     # rounds alternate between this many parts of the model, each with its own error feedback
     slots: int = 1
     group_size: int | None = None  # peers in a round; None: all
@@ -43,7 +44,7 @@ class ModeTraits:
     # all peers hold the same state after a round, and average it at intervals; False: there is no common
     # state
     canonical: bool = True
-    # default interval of rounds over the state: without them it stays equal for about this long
+    # default interval of rounds over the state; the states stay equal for about this long without them
     state_sync_epochs: int = 10
 
 

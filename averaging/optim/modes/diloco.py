@@ -4,7 +4,8 @@ with a plain outer step.
 Between rounds each peer makes local steps. A round averages the pseudo-gradients base - θ, weighted by
 samples, and every peer applies the same outer step to the base. In streaming mode a round is for one of
 several fragments of the model and runs while training continues; local steps made meanwhile are kept, since
-only the difference is added to θ.
+only the difference is added to θ. Delayed rounds do the same with the whole model, the eager form of
+arXiv 2502.12996 without its guess of what the others will bring.
 
 A round that failed for all peers changes nothing: θ and base stay, and the next pseudo-gradient covers both
 periods.
@@ -60,9 +61,9 @@ class DilocoMode:
         self.state = self.learner.state
         base = self.learner.base
         self._fragments = fragments_of([one.numel() for one in base], settings.fragments)
-        # per fragment: how many of this peer's samples were counted up to its last committed round
+        # per fragment: number of this peer's samples counted up to its last committed round
         self._counted_at = [0] * settings.fragments
-        if settings.fragments == 1:
+        if not self.traits.overlapped:
             self._tensors = [zeros_for(one.shape, one.device) for one in base]
             self._views = [[tensor.view(-1) for tensor in self._tensors if tensor.numel()]]
             self._weights_at_start: torch.Tensor | None = None

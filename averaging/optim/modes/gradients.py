@@ -15,7 +15,7 @@ from averaging.optim.modes import ModeParts, ModeTraits
 from averaging.optim.state.training_state import TrainingState
 from averaging.result import RoundFailure
 
-# a contribution counts in the epoch that it was computed for, or in the next one
+# a contribution counts in the epoch for which it was computed, or in the next one
 _LATE_EPOCHS_MAX = 1
 
 
@@ -25,7 +25,7 @@ class _Suspended:
 
     epoch: int
     version: int  # version of the state; if it differs afterwards, a state was loaded
-    sums: dict[str, Any] | None = None  # out of the accumulator, which a round used meanwhile
+    sums: dict[str, Any] | None = None  # sums taken out of the accumulator while a round uses it
 
 
 @dataclass(frozen=True, slots=True)

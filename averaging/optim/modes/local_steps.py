@@ -40,7 +40,7 @@ from swarm.core.errors import UsageError
 _log = logging.getLogger(__name__)
 
 # a peer that missed at most this many epochs adds its progress to the downloaded state. Larger: the progress
-# is on parameters that the swarm has left behind
+# was made on outdated parameters
 CARRIED_EPOCHS_MAX = 3
 # arguments: all parameters, and the trained ones
 OuterFactory = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], OuterSGD]
@@ -175,7 +175,7 @@ class LocalSteps:
 
     @property
     def has_late_samples(self) -> bool:
-        return False  # every loaded base takes up what was learned on the one before
+        return False  # every loaded base receives the progress made on the previous one
 
     def suspend(self) -> None:
         if self._suspended is None:
@@ -270,7 +270,7 @@ class LocalSteps:
     def failed(self, reason: RoundFailure) -> None:
         """Mark the round as failed."""
         self._round_began_at = None
-        # all members are newcomers: their progress must count, or none ever would
+        # all members are newcomers, so their progress must count
         if reason == "nobody contributes":
             self.newcomer = False
 

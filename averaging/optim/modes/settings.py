@@ -74,30 +74,41 @@ class Diloco:
     # More: each epoch synchronises the next fragment while training continues, so that a fragment's period is
     # this many epochs; divide target_batch_size by it to keep the period
     streaming: int = 1
-    # streaming: apply a round after this many further local steps, waiting for it if necessary; None: as soon
-    # as it has ended, at most one epoch later
+    # the whole model each epoch, while training continues: a peer keeps its own progress at once, and gets
+    # that of the others with the outer step at the end of the round, at most one epoch late
+    delayed: bool = False
+    # streaming, delayed: apply a round after this many further local steps, waiting for it if necessary;
+    # None: as soon as it has ended, at most one epoch later
     delay_steps: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.outer_lr < float("inf") or not 0 <= self.momentum < 1:
             raise UsageError("Diloco needs an outer_lr above 0 and a momentum from 0 to below 1")
         if self.streaming < 1 or (
-            self.delay_steps is not None and (self.delay_steps < 0 or self.streaming == 1)
+            self.delay_steps is not None and (self.delay_steps < 0 or not self.overlapped)
         ):
             raise UsageError(
                 "Diloco: streaming is a number of fragments, at least 1; "
-                "delay_steps is not negative, and for streaming only"
+                "delay_steps is not negative, and for streaming or delayed only"
             )
+        if self.delayed and self.streaming > 1:
+            raise UsageError("Diloco: rounds of fragments are always delayed: leave delayed out")
+
+    @property
+    def overlapped(self) -> bool:
+        """Return whether rounds run while training continues."""
+        return self.delayed or self.streaming > 1
 
     def build(self, parts: ModeParts) -> DilocoMode:
         nesterov = self.nesterov and self.momentum > 0
         traits = ModeTraits(
             compatibility_tag=f"diloco outer_lr={self.outer_lr:g} momentum={self.momentum:g} "
-            f"nesterov={nesterov:d} streaming={self.streaming}",
+            f"nesterov={nesterov:d} streaming={self.streaming}" + " delayed" * self.delayed,
             role="pseudo_gradient",
             keeps_progress=True,
-            overlapped=self.streaming > 1,
+            overlapped=self.overlapped,
             delay_steps=self.delay_steps,
+            flat=self.overlapped,
             slots=self.streaming,
             state_sync_epochs=_STATE_SYNC_EPOCHS_OF_LOCAL_STEPS,
         )

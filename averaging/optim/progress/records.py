@@ -51,7 +51,8 @@ class ProgressRecords:
             changed = replace(report, rate=last.rate, at_s=last.at_s, since_s=last.since_s) != last
             if not changed and self._tree.published is None and now_s - at_s < REPORT_TTL_S / 3:
                 return True
-            # others forget a peer whose values are as old as a record: one that waits would be gone for them
+            # others drop a peer whose values are as old as a record's lifetime, so a waiting peer must renew
+            # its values
             aged = not changed or now_s - report.at_s >= REPORT_TTL_S / 3
             report = replace(report, at_s=max(report.at_s, now_s if aged else 0.0))
         value = {**report.encode(), "addresses": self._own().published}
@@ -114,7 +115,7 @@ class ProgressRecords:
             if entry.writer == self._own_id or (
                 self._tree.bits == 0 and isinstance(entry.value, dict) and "total" in entry.value
             ):
-                continue  # the latter is a notice about a run of several shards, not a report
+                continue  # not a report but a notice about a run of several shards
             known, contact = before.get(entry.writer), self.contacts.get(entry.writer)
             try:
                 if known is None or contact is None or known[0] != entry.issued_at:
@@ -135,10 +136,22 @@ class ProgressRecords:
             del self.contacts[peer]
         return received, newcomers
 
-    def relays(self, peers: Iterable[PeerId]) -> list[PeerId]:
-        """Return those of `peers` that this one passes news to. Peers that cannot be called read the DHT."""
-        known, own = ((peer, self.contacts.get(peer)) for peer in peers), self._own()
-        return relays(self._own_id, (peer for peer, one in known if one and one.is_called_by(own)))
+    def relays(self, peers: Iterable[PeerId], known: Iterable[PeerId] = ()) -> list[PeerId]:
+        """Return those of `peers` that this one passes news to. Peers that cannot be called read the DHT, and
+        so do those that name an address of this peer, or of one of the `known` peers: a call there ends in
+        the handshake, and costs both ends one.
+        """
+        own, contacts = self._own(), self.contacts
+        taken = {
+            *own.addresses,
+            *(at for peer in known if peer in contacts for at in contacts[peer].addresses),
+        }
+        callable_ = (
+            peer
+            for peer in peers
+            if (one := contacts.get(peer)) and one.is_called_by(own) and taken.isdisjoint(one.addresses)
+        )
+        return relays(self._own_id, callable_)
 
     def _contact_of(self, entry: Entry) -> Contact:
         """Return the contact in a record. Raise PeerError when it is malformed. Unchanged addresses are not

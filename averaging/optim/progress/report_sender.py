@@ -15,12 +15,14 @@ from swarm.core.ids import PeerId
 from swarm.core.notify import ChangeEvent
 
 _CONCURRENT_MAX = 16
-STRANGERS_MAX = 32  # strangers waiting for a report; those that waited longest are left to read the DHT
-# Between two batches of reports to strangers. Larger: newcomers to a run with short epochs learn later that
-# one is full.
+STRANGERS_MAX = 32  # strangers waiting for a report; above this, those that waited longest must read the DHT
+# The first batch, and the first one after most of a batch did not answer; others are twice as large.
+_BATCH_MIN = 8
+# Interval between batches of reports to strangers. Larger: newcomers to a run with short epochs learn later
+# that an epoch is full.
 STRANGERS_PAUSE_S = 0.5
-# The same after batches of which most did not answer. Each of those costs a TLS handshake that fails, and
-# identities are free. Larger: honest newcomers among them read in the DHT what they would have been told.
+# The same interval after batches without most answers. Each missing answer costs a failed TLS handshake, and
+# identities are free. Larger: honest newcomers among them must read the DHT instead.
 SILENT_PAUSE_S_MAX = 16.0
 
 
@@ -31,8 +33,9 @@ class ReportSender:
         """`report(peer, full, goodbye)` sends one report, and returns whether the peer answered."""
         self._report = report
         self._backoff = Backoff(2 * STRANGERS_PAUSE_S, SILENT_PAUSE_S_MAX)
-        self._strangers: dict[PeerId, None] = {}  # that get the next reports
+        self._strangers: dict[PeerId, None] = {}  # strangers that get the next reports
         self._full = False  # those reports say that the epoch is full
+        self._batch = _BATCH_MIN  # strangers that are told at once
         self._wake = ChangeEvent()
 
     async def send(self, peers: Iterable[PeerId], *, full: bool = False, goodbye: bool = False) -> int:
@@ -62,11 +65,21 @@ class ReportSender:
         """Report to strangers, until cancelled."""
         while True:
             await self._wake.wait()
-            strangers, self._strangers = self._strangers, {}
-            full, self._full = self._full, False
+            if not self._strangers:
+                continue
+            full, strangers = self._full, list(self._strangers)[: self._batch]
+            for peer in strangers:
+                del self._strangers[peer]
+            if self._strangers:
+                self._wake.notify()
+            else:
+                self._full = False
             failed = await self.send(strangers, full=full)
             if 2 * failed <= len(strangers):
+                self._batch = min(2 * self._batch, STRANGERS_MAX)
                 self._backoff.reset()
                 await asyncio.sleep(STRANGERS_PAUSE_S)
             else:
+                self._batch = _BATCH_MIN
                 await asyncio.sleep(self._backoff.next_s())
+                self._strangers.clear()  # they are as old as the pause; the next read of records has the rest

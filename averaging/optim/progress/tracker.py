@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 _CALL_TIMEOUT_S = 2.0  # time limit of a report to a peer; a live one answers within a round trip
 _GOODBYE_S = 0.5  # leaving must not take long
-_COMPARE_S_MAX = 3.0  # histories that take longer to fetch are compared after the next read
+_COMPARE_S_MAX = 3.0  # timeout of fetching histories; slower ones are compared after the next read
 _RETRY_S = 1.0  # pause after the DHT could not be written or read
 _VIEW_AGE_S_MIN = 0.2  # minimum age of the view before it is read again because of an unexpected announcement
 
@@ -86,7 +86,8 @@ class Tracker:
         )
         self._announce = ChangeEvent()  # announce the full epoch now
         self._sender = ReportSender(self._report_one)
-        self._closed, self._unreported = False, set[PeerId]()  # the latter: known by records, not told yet
+        # `_unreported`: peers known from records that have not received a report yet
+        self._closed, self._unreported = False, set[PeerId]()
 
     # --- the trainer's thread
 
@@ -117,7 +118,7 @@ class Tracker:
             return
         root, progress.abstains = history.root, history.abstains or history.is_bound
         progress.head, progress.certified_epoch = root.head, history.certified_epoch
-        # while every contributor becomes an elector, nobody is a stranger: peers that begin together
+        # while every contributor becomes an elector, no peer is a stranger, because all begin together
         electors = frozenset[PeerId]() if root.root_register.at_once else frozenset(root.electors)
         is_large = root.root_grid_rounds > 1
         progress.standing = ReportStanding(self.own, electors, history.ledger.has_standing, is_large)
@@ -161,7 +162,8 @@ class Tracker:
         with self._changed:
             now_s = self._node.clock.swarm_s()
             self._update_history()
-            if epoch < self._progress.epoch:  # of a history that parted from this one: nothing is full there
+            # the announcement belongs to a parted history and does not count here
+            if epoch < self._progress.epoch:
                 self._full_epoch = self._full_epoch_of_others = self._announced_epoch = -1
             self._progress.begin_epoch(epoch, now_s, late=late, joining=joining, began_ago_s=began_ago_s)
             self._progress.on_round(members, epoch, now_s)
@@ -208,7 +210,7 @@ class Tracker:
         self._request_refresh()
 
     def pause(self, samples: int, paused: bool) -> None:
-        """Report that all training is paused, with this peer's `samples`, or that all go on: the pause of
+        """Report that all training is paused, with this peer's `samples`, or that all continue: the pause of
         other peers then does not count as a hang.
         """
         with self._lock:
@@ -229,11 +231,11 @@ class Tracker:
                 self._records.contacts.pop(peer, None)
             self._changed.notify_all()
 
-    def company(self) -> dict[PeerId, ProgressReport]:
+    def others_at_head(self) -> dict[PeerId, ProgressReport]:
         """Return the reports of the live peers with the same history as this one."""
         with self._lock:
             self._update_history()
-            return self._progress.company(self._node.clock.swarm_s())
+            return self._progress.others_at_head(self._node.clock.swarm_s())
 
     def on_round(self, members: Iterable[PeerId]) -> None:
         """Record that these peers and this one have completed a round within the epoch."""
@@ -244,7 +246,11 @@ class Tracker:
 
     def voters(self) -> list[PeerId]:
         """Return the live peers that have the same history as this one and vote on it."""
-        return [peer for peer, report in self.company().items() if not report.abstains and not report.joining]
+        return [
+            peer
+            for peer, report in self.others_at_head().items()
+            if not report.abstains and not report.joining
+        ]
 
     def contacts(self) -> list[Contact]:
         """Return the contacts of peers that can be called."""
@@ -359,7 +365,7 @@ class Tracker:
                 self._changed.notify_all()
         believed = request.full and await self._confirm_full(peer, report.epoch)
         if believed:
-            self._announce.notify()  # it passes on, without waiting for this peer's next step
+            self._announce.notify()  # it is forwarded without waiting for this peer's next step
         with self._lock:
             return state_pb2.ReportReply(claim=claim_of(self._progress.own_report), believed=believed)
 
@@ -395,8 +401,8 @@ class Tracker:
         """
         counted = self._counted(peers)
         members, strangers = (
-            [peer for peer in self._records.relays(one) if among is None or peer in among]
-            for one in (counted, [peer for peer in peers if peer not in counted])
+            [peer for peer in self._records.relays(one, known) if among is None or peer in among]
+            for one, known in ((counted, ()), ([peer for peer in peers if peer not in counted], counted))
         )
         self._sender.send_to_strangers(strangers, full=full)
         await self._sender.send(members, full=full)
@@ -437,7 +443,8 @@ class Tracker:
             self._progress.on_report(peer, report, now_s)
             self._changed.notify_all()
         contact = self._records.contacts.get(peer)
-        if contact is None and self._progress.standing.counts(peer):  # any number of identities may call
+        # limited to peers with standing, because any number of identities may call
+        if contact is None and self._progress.standing.counts(peer):
             self._keeper.renew_soon()  # its record has its address
         elif contact is not None and self.history is not None:
             self.history.heard(contact, report.head)
@@ -454,7 +461,7 @@ class Tracker:
         started_s = self._node.clock.swarm_s()
         self._refreshing = True
         try:
-            joining = self._progress.own_report.joining  # it must not believe to be alone
+            joining = self._progress.own_report.joining  # it must not assume that it is alone
             entries = await self._records.read(self._blocklist, thorough=joining, confirmed=confirmed)
         finally:
             self._refreshing = False

@@ -36,9 +36,9 @@ _log = logging.getLogger(__name__)
 _TIMEOUT_S = 5.0
 _FRESH_S = 15.0  # an older total is ignored
 _LOST_S = 30.0  # without a total for this long, a member starts again from the dictionary of small runs
-# after a change of the division there is no other for this long, until all peers have followed
+# minimum time between two changes of the division, so that all peers can follow
 _DIVISION_HOLD_S = 30.0
-# a member that found no total where a notice sent it ignores such notices for this long
+# a member that followed a notice and found no total ignores such notices for this long
 _IGNORE_NOTICES_S = 600.0
 
 

@@ -35,11 +35,11 @@ _log = logging.getLogger(__name__)
 FORMAT = "swarm.checkpoint/1"
 MODEL, STATISTIC, EXTRA = "model.", "optimizer.", "extra."
 _FILE = re.compile(r"epoch-(\d{1,13})(?:-([0-9a-f]{1,16}))?\.safetensors")
-_LINE_CHARACTERS = 16  # characters of a line's name that the name of a file has
+_LINE_CHARACTERS = 16  # leading characters of a line's name that a file's name contains
 _LINES_MAX = (
     8  # lines of history with checkpoints in one folder; the line written to least recently goes first
 )
-# what the description of a damaged file may raise
+# exceptions that parsing the metadata of a damaged file may raise
 _DAMAGE = (
     KeyError,
     ValueError,
@@ -134,11 +134,12 @@ def _seal(metadata: Mapping[str, str]) -> str:
 def read(path: Path) -> Checkpoint:
     """Read a file and verify its digest. Raise PeerError with the reason when it is damaged."""
     try:
-        with path.open("rb"):  # safetensors calls a file that may not be read one that is not there
+        # safetensors reports a file without read permission as missing; `open` gives the right error
+        with path.open("rb"):
             pass
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            names = file.keys()  # a method of its own: `file` is not a dictionary
+            names = file.keys()  # `keys` must be called: `file` is not a dictionary and cannot be iterated
             tensors = {name: file.get_tensor(name) for name in names}
     except (OSError, SafetensorError) as error:
         raise PeerError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
@@ -184,7 +185,7 @@ class Checkpoints:
         path = self.folder / name
         newest_ns = max((written_ns for written_ns, _ in self._written()), default=0)
         write(view, path, parameters, about)
-        if path.stat().st_mtime_ns <= newest_ns:  # the clock was set back: this one is the newest still
+        if path.stat().st_mtime_ns <= newest_ns:  # the clock was set back; this file must still be the newest
             os.utime(path, ns=(newest_ns + 1, newest_ns + 1))
         for old in [*self._beyond_limits(), *self.folder.glob(".epoch-*.tmp")]:
             old.unlink(missing_ok=True)  # temporary files were left by a process that was killed

@@ -24,7 +24,7 @@ import torch
 from averaging.optim.state.snapshot import CHUNK_BYTES, Blob, BlobLayout, copy_bytes, flat_bytes
 from swarm.core.copies import Arrival, CopiedAtOnce, Copy, CopyStream, host_memory
 
-# copied at a time. Smaller: more waits; larger: more pinned memory, of which a view needs two windows
+# bytes copied at a time. Too small: more waits; too large: more pinned memory, since a view needs two windows
 WINDOW_BYTES = 8 * CHUNK_BYTES
 _WINDOWS = 2  # one is in transit from the device while the other is copied to the blob and hashed
 
@@ -207,8 +207,8 @@ class HostCopy:
         on any devices, the host included.
         """
         self.blob = blob
-        self.queued_bytes = 0  # from the beginning: copied or in transit
-        self.copied_bytes = 0  # from the beginning: in the blob
+        self.queued_bytes = 0  # number of leading bytes that are copied or in transit
+        self.copied_bytes = 0  # number of leading bytes that are in the blob
         self._layout, self._tensors, self._reads = layout, list(tensors), reads
         # of the tensor that was read last: a window may end within it
         self._flat: tuple[int, torch.Tensor] | None = None

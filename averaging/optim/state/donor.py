@@ -34,24 +34,25 @@ from swarm.wire import state_pb2
 _log = logging.getLogger(__name__)
 
 _STORE_TIMEOUT_S = 5.0
-# downloads at once. Few share the uplink, so that they end soon and their peers serve the next ones
+# downloads at once. Only a few share the uplink, so that they end soon and those peers can serve the next
+# ones
 LEASES_MAX = 4
 # states of different epochs leased at once, each a copy in host memory; further joiners wait until one is
 # free
 SNAPSHOTS_MAX = 2
-# a download that has taken this long, and would take another `COPY_WORTH_S` for the whole state at its
-# present rate, is served from a copy that is made meanwhile. Too small: memory and time for downloads that
-# are almost over; too large: the next writer has to make the whole copy
+# a download that has taken this long, and needs another `COPY_WORTH_S` at its present rate, is served from a
+# copy that is made while it runs. Too small: memory and time are spent on downloads that are almost over; too
+# large: the next writer has to make the whole copy
 COPY_AFTER_S = 0.5
 COPY_WORTH_S = 5.0
 LEASE_IDLE_S = 30.0  # a joiner that is silent for this long is considered gone
 # When all places are taken, a peer keeps its place for this long, and for the time that its chunks take
-# at this rate. Too much of either: slow or malicious downloads lock the others out. A download that loses its
-# place keeps what it has fetched, and asks again.
+# at this rate. Too large or too slow: slow or malicious downloads keep others waiting. A download that loses
+# its place keeps what it has fetched, and asks again.
 LEASE_S = 30.0
 LEASE_PACE_BYTES_PER_S = 256 << 10
-SEND_S_MAX = 60.0  # one chunk; a peer that takes it more slowly loses its place
-# a failed donor is asked in vain for at most this long; at least twice `RECORD_RENEW_S`
+SEND_S_MAX = 60.0  # for one chunk; a peer that needs longer loses its place
+# a donor that has failed stays in the DHT for at most this long; at least twice `RECORD_RENEW_S`
 RECORD_TTL_S = 60.0
 RECORD_RENEW_S = 15.0
 RECORD_GAP_S = 2.0  # minimum time between two updates of the record
@@ -77,11 +78,11 @@ class _Lease:
     opened_s: float
     used_s: float
     copying: bool = False
-    sent: set[int] = field(default_factory=set)  # chunks; one that is asked for twice earns no time
+    sent: set[int] = field(default_factory=set)  # chunks; requesting one twice does not prolong the lease
 
     @property
     def ends_s(self) -> float:
-        """Return when the place belongs to others that ask for one."""
+        """Return when the place may be given to another peer that asks for one."""
         return self.opened_s + LEASE_S + len(self.sent) * CHUNK_BYTES / LEASE_PACE_BYTES_PER_S
 
 
@@ -127,7 +128,8 @@ class Donor:
         """Begin to serve: this peer's state is valid from now on."""
         if not self._serving:
             self._serving = True
-            self._state.after_write()  # a model's first values may have been set without the state's lock
+            # the model's initial values may have been written without the state's lock
+            self._state.after_write()
             self._node.network.loop.call_soon_threadsafe(self._started.set)
 
     def changed(self) -> None:
@@ -210,7 +212,9 @@ class Donor:
             lease = self._grant(peer, None)  # taken while the state is hashed, which may take long
             try:
                 view = await self._latest_view(codec)
-            except PeerError:  # a caller that has gone keeps its place for a while: it asks again
+            # only after an error: a caller whose request was cancelled keeps its place, since it will ask
+            # again
+            except PeerError:
                 self._end_lease(lease)
                 raise
         lease = self._grant(peer, view)
@@ -223,7 +227,7 @@ class Donor:
         )
 
     async def _digest(self, codec: str) -> state_pb2.OpenReply:
-        """Return the digest of the present state. It is hashed at most once, however many ask."""
+        """Return the digest of the present state. It is hashed at most once, however many callers ask."""
         await self._others_view()
         version, reply = self._digests.get(codec, (-1, None))
         if reply is None or version != self._state.version:
@@ -236,18 +240,18 @@ class Donor:
         earlier = [name for name, lease in self._leases.items() if lease.peer == peer]
         name, now_s = self._node.rng.randbytes(16), self._node.clock.monotonic_s()
         opened_s, sent = now_s, set[int]()
-        if earlier:  # opening again wins no time
+        if earlier:  # opening the state again does not prolong the lease
             opened_s, sent = self._leases[earlier[0]].opened_s, self._leases[earlier[0]].sent
         elif len(self._leases) >= LEASES_MAX:
             self._make_room(peer, now_s)
         self._leases[name] = _Lease(peer, view, opened_s, now_s, sent=sent)
-        for one in earlier:  # after the new one, so that a view that both have stays open
+        for one in earlier:  # after the new lease exists, so that a view that both leases use stays open
             self._end_lease(one)
         return name
 
     def _make_room(self, peer: PeerId, now_s: float) -> None:
-        """End the lease of a peer whose time is over, or for a member that of a stranger. Raise PeerError
-        when there is none.
+        """End the lease of a peer whose time is over, or, if the caller is a member, of a peer that is none.
+        Raise PeerError when there is no such lease.
         """
         is_member = self._node.standing.is_member
         displaced = [
@@ -328,7 +332,7 @@ class Donor:
         return message
 
     def _leased_view(self, digest: bytes) -> StateView | None:
-        """Return a view that is leased already, by its digest."""
+        """Return the leased view with this digest."""
         held = [view for view in self.leased_views() if digest and not view.closed]
         return next((view for view in held if view.digest == digest), None)
 
@@ -370,7 +374,7 @@ class Donor:
                 digest=view.digest,
             ),
         )
-        self._end_idle_leases()  # without a lease the view is of no use
+        self._end_idle_leases()  # a view that nobody leases is not needed
 
     def _open_view(self, codec: str) -> StateView:
         try:

@@ -4,10 +4,10 @@ when donors fail.
 The state that a majority of the electors of the swarm's head hold is taken, from whatever donor has it, and
 donors that offer another one are named (`averaging.optim.state.vouching`). Where no elector can be asked, it
 is the state that most donors hold, of the highest epoch that the swarm is known to have reached. The digest
-commits to every chunk, so that a donor that sends other data is identified at that chunk and the rest go on;
-another donor takes its place. When all have failed, because of a cut cable for instance, the same state is
-requested again for a while, and only missing chunks are fetched. Chunks of a failed download are reused by
-the next one, where the two states have them in common.
+commits to every chunk, so that a donor that sends other data is identified at that chunk and the rest
+continue; another donor takes its place. When all have failed, because of a cut cable for instance, the same
+state is requested again for a while, and only missing chunks are fetched. Chunks of a failed download are
+reused by the next one, where the two states have them in common.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 OnProgress: TypeAlias = Callable[[int, int], None]  # bytes so far and in total; called on the network thread
 
-_CONNECTION = 7  # a connection of its own: a download must not hold up rounds and heartbeats
+_CONNECTION = 7  # number of a separate connection: a download must not delay rounds and heartbeats
 _EPOCH_AHEAD_MAX = 2  # donors may be this far ahead of the epoch that the swarm is known to have reached
 _DIGEST_BYTES = 32
 _LEASE_BYTES_MAX = 64
@@ -47,22 +47,23 @@ _CLOSE_TIMEOUT_S = 1.0
 _HEDGE_S = 2.0  # when electors do not say in this time which state they hold, the others are asked too
 
 
-DONORS_MAX = 5  # asked for the state, and downloaded from if they hold the same one
+DONORS_MAX = 5  # donors asked for the state; those that hold the same one all send parts of it
 ASKED_MAX = 20  # donors asked for a place, until some have one
 RESERVE_TIMEOUT_S = 5.0
 OPEN_TIMEOUT_S = 60.0  # includes the time in which the donor copies and hashes its state
-# how long each request for a state waits for its answer, beside the time that this takes on a slow link. Too
-# large: one that is lost costs that much; too small: donors of large states are asked several times
+# how long to wait for the answer to a request for the state, in addition to the time that the answer takes on
+# a slow link. Too large: a lost request costs that much time; too small: donors of large states are asked
+# several times
 OPEN_WAIT_S = 5.0
 ANSWER_BYTES_PER_S = 50e3
 # a donor that sends nothing for this long has failed; small enough to try the next, large enough for 50 kB/s
 CHUNK_TIMEOUT_S = 20.0
 BATCH = 8  # chunks requested ahead, per donor: covers 1 MiB/s at 8 s of delay
-# after all donors of a state have failed, how long it is requested again. Useless beyond the time for which
-# donors keep an idle lease
+# how long a state is requested again after all its donors have failed. More than the time for which donors
+# keep an idle lease is useless
 RESUME_S = 25.0
 RESUME_PAUSE_S = 0.5  # pause before the first retry; doubled with each further one
-REOPEN_TIMEOUT_S = 3.0  # shorter, since nothing has to be hashed then
+REOPEN_TIMEOUT_S = 3.0  # shorter than `OPEN_TIMEOUT_S`, since the donor has hashed the state already
 
 
 @asynccontextmanager
@@ -113,16 +114,18 @@ class Download:
     liars: set[PeerId] = field(default_factory=set)  # of these, donors that sent data other than declared
     on_progress: OnProgress | None = None
     pool: Executor | None = None  # threads that check chunks; None: the event loop's own
-    codec: str = EXACT  # that donors are asked for; one that does not know it sends every tensor as it is
-    # returns the electors of the head that the swarm is known to have reached, those that can be called, the
-    # most senior first: their state counts
+    # requested from donors; a donor that does not know the codec sends every tensor unencoded
+    codec: str = EXACT
+    # returns the reachable electors of the head that the swarm is known to have reached, the most senior
+    # first: the state that they hold is taken
     electors: Callable[[], Sequence[Contact]] = tuple
     waits_for_electors: bool = False  # fail while most of them are silent, so that they are asked again
     majority: bool = False  # accept only a state that most of the answering donors hold, of any epoch
-    epoch: int | None = None  # of the state that is being downloaded, once it is known
-    partial: PartialState | None = None  # what has arrived of it; at first that of an earlier download
+    epoch: int | None = None  # epoch of the state that is being downloaded, once known
+    # the part of the state that has arrived; at first, the chunks of an earlier download
+    partial: PartialState | None = None
     _received_bytes: int = 0
-    # the leases of this download, of refused offers too: each is closed in the end
+    # all leases of this download, those of offers that were not taken included: each is closed at the end
     _leases: dict[PeerId, tuple[Contact, bytes]] = field(default_factory=dict)
     _reserved: list[Contact] = field(default_factory=list)  # donors that keep a place for this peer
 
@@ -399,7 +402,7 @@ class Download:
                 break
             opened = await self._open_all(asked, wanted.digest)
             offers += opened
-            if opened:  # a donor is back: either it has that state, or no donor will
+            if opened:  # a donor answers again: if it does not have that state, no donor will
                 return [offer for offer in opened if offer.digest == wanted.digest]
         return []
 
@@ -461,7 +464,8 @@ class Download:
                 if intake.checking:
                     await intake.wait_checked()
                     continue
-                # as long as a chunk takes from this donor: then another donor counts as late with it
+                # for as long as a chunk takes from this donor; a donor that has not delivered a chunk by then
+                # is late
                 await asyncio.sleep(max(took_s, _LATE_S_MIN))
                 late = partial.find_late(asked)
                 batch = partial.take(1) if late is None else [late]

@@ -41,8 +41,8 @@ class PartialState:
     def begin(
         cls, digests: tuple[bytes, ...], total_bytes: int, earlier: PartialState | None
     ) -> PartialState:
-        """Begin with the chunks that an earlier download received, of whatever state they were: these are
-        not fetched again.
+        """Begin with the chunks that an earlier download received, even of another state: these are not
+        fetched again.
         """
         partial = cls(digests, allocate_zeros(total_bytes), deque())
         known = (
@@ -114,12 +114,12 @@ class Intake:
     partial: PartialState
     peer: PeerId
     stream: Stream
-    digests: tuple[bytes, ...]  # as the donor declared them
+    digests: tuple[bytes, ...]  # declared by the donor
     pool: Executor | None  # None: the event loop's own
     timeout_s: float  # a donor that sends nothing for this long has failed
     on_new: Callable[[int], None]  # called with the number of valid bytes that were not there before
     requested: deque[int] = field(default_factory=deque)  # requested and not received
-    lie: str = ""  # how the donor was caught lying; "" if it was not
+    lie: str = ""  # why the donor is known to lie; "" if it is not
     # chunks that are being checked
     _checked: deque[tuple[int, asyncio.Future[bool]]] = field(default_factory=deque)
     _waiting: asyncio.Timeout | None = None  # the wait for the next chunk, if there is one
@@ -206,8 +206,8 @@ class Intake:
                 self.on_new(self.partial.record_received(index, self.peer))
             else:
                 self.lie = (
-                    f"sent a chunk {index} whose digest is not what it had declared: "
-                    "it lies, or its memory is broken"
+                    f"sent a chunk {index} whose digest differs from the declared one: it lies, or its "
+                    "memory is broken"
                 )
 
 

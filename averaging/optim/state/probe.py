@@ -1,4 +1,4 @@
-"""Statistics that an optimizer keeps, found out before its first step has created them.
+"""Find out which statistics an optimizer keeps before its first step has created them.
 
 A second optimizer of the same class makes that step, with zero gradients, on copies of the parameters:
 joining must not move weights, and a real step with zero gradients does (weight decay). Where the optimizer

@@ -84,10 +84,11 @@ class TrainingState:
                 raise UsageError(
                     f"tensors of {tensor.dtype} cannot be shared; known are {', '.join(DTYPE_NAMES.values())}"
                 )
-        # Buffers change with every forward pass, on the trainer's thread, differently on each peer: the
-        # values served are those that all agreed on last.
+        # Buffers change with every forward pass, on the trainer's thread and differently on each peer. So
+        # joining peers get the values that all peers agreed on last.
         self._agreed_extras = [tensor.detach().clone() for tensor in self.extras]
-        # the digest of the frozen parameters, and the memory and versions of those that it is of
+        # the digest of the frozen parameters, with the memory addresses and versions for which it was
+        # computed
         self._frozen_digest: tuple[list[tuple[int, int]], bytes] = ([], b"")
         self.after_write()
 
@@ -139,7 +140,7 @@ class TrainingState:
         """Return all values of the integer extra tensors (BatchNorm's batch counters)."""
         whole = [t.detach().flatten().to(torch.int64) for t in self.extras if not t.is_floating_point()]
         devices = {t.device for t in whole}
-        # one transfer for each
+        # one transfer per device
         values = {
             device: iter(torch.cat([t for t in whole if t.device == device]).tolist()) for device in devices
         }
@@ -259,7 +260,8 @@ class TrainingState:
         ):
             structure = self._completed(probe(self.inner, self.parameters))
         with self.lock, torch.no_grad():
-            targets = self._targets(structure, tensors)  # first, because there may be no memory for them
+            # before anything is changed, because there may be no memory for them
+            targets = self._targets(structure, tensors)
             for index, p in enumerate(self.parameters):
                 p.copy_(tensors[f"p.{index}"])
                 self._load_statistics(

@@ -38,7 +38,7 @@ from swarm.core.errors import PeerError
 _log = logging.getLogger(__name__)
 
 _LOST_COPY = "this copy of the state is gone: open the state again"
-_SETTLE_CHUNKS = 8  # copied while the lock is held once: a writer waits for at most this many
+_SETTLE_CHUNKS = 8  # chunks copied each time the lock is held: a writer waits for at most this many
 
 
 class StateView:
@@ -172,7 +172,7 @@ class StateView:
         )
 
     def complete_copy(self) -> None:
-        """Complete the copy, a few chunks at a time, so that a writer that comes meanwhile can finish it."""
+        """Complete the copy, a few chunks at a time, so that a writer that needs the lock can finish it."""
         if self._on_device:
             self._copy_from_devices(self.chunks)
         while not (self.is_copied or self.closed):
@@ -300,7 +300,7 @@ class WriteLock:
             with torch.no_grad():
                 for view in self._views:
                     view.complete_copy_locked()
-            self._views.clear()  # none of their reads are left to queue
+            self._views.clear()  # all their reads are queued
             self._reads.before_write()
         except BaseException:
             self._lock.release()

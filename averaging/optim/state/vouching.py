@@ -1,7 +1,7 @@
 """The states that a newcomer may take, according to the electors of the swarm's head. Pure.
 
 Electors answer on an authenticated connection, so that a signature would prove nothing more to the newcomer
-(docs/decisions/0032). Donors that are no electors have no voice: however many there are, they can only give
+(docs/decisions/0032). Donors that are no electors have no vote: however many there are, they can only send
 the bytes of a state that electors hold.
 """
 
@@ -20,11 +20,11 @@ ELECTORS_ASKED_MAX: Final = 9
 def states_to_take(
     electors: Sequence[PeerId], said: Mapping[PeerId, bytes], *, waits: bool
 ) -> tuple[bytes, ...] | None:
-    """Return the digests of the states that may be taken, the best first; empty: of any state, since no
-    elector can be asked; None: of none until more electors have answered.
+    """Return the digests of the states that may be taken, the best first; empty: any state may be taken,
+    since no elector can be asked; None: none may be taken until more electors have answered.
 
-    `electors`: those that can be asked, the most senior first; `said`: the digest that each of them holds, by
-    its own word; `waits`: more of them may answer.
+    `electors`: those that can be asked, the most senior first; `said`: the digest that each of them reported;
+    `waits`: more of them may still answer.
 
     A state that most of them hold, or half of them with the most senior one, is the only one. States differ
     in the last bits where processors differ, until the next round over the state. So when most electors have

@@ -6,10 +6,14 @@ Shapes: B samples, S slots for experts per sample (-1: empty), F features of an 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
+# Experts whose tensors are joined before they are added up: one call of torch for each of hundreds of experts
+# takes longer than the work. More of them would need more memory for a moment.
+_JOINED_MAX = 32
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -61,30 +65,36 @@ def scatter_outputs(
     answered. `empty` gives the shape and dtype of each output.
     """
     spread_out = [like.new_zeros((batch, width, *like.shape[1:])) for like in empty]
-    for place, answer in zip(places, answers, strict=True):
-        for target, tensor in zip(spread_out, answer, strict=True):
-            target[place.rows, place.columns] = tensor
+    for start in range(0, len(places), _JOINED_MAX):
+        group = places[start : start + _JOINED_MAX]
+        rows = torch.cat([one.rows for one in group])
+        columns = torch.cat([one.columns for one in group])
+        for target, parts in zip(
+            spread_out, zip(*answers[start : start + _JOINED_MAX], strict=True), strict=True
+        ):
+            target[rows, columns] = torch.cat(parts)
     return spread_out
 
 
 def sum_input_gradients(
-    inputs: Sequence[torch.Tensor], parts: Iterable[tuple[Places, Sequence[torch.Tensor | None]]]
+    inputs: Sequence[torch.Tensor], parts: Sequence[tuple[Places, Sequence[torch.Tensor | None]]]
 ) -> list[torch.Tensor | None]:
     """Return the gradients of the floating-point inputs: those of all experts added, in the order of the
     experts. None for an input to which no expert gave a gradient.
     """
-    floating = [tensor for tensor in inputs if tensor.is_floating_point()]
-    sums: list[torch.Tensor | None] = [None] * len(floating)
-    for place, gradients in parts:
-        for number, gradient in enumerate(gradients):
-            if gradient is None:
-                continue
-            total = sums[number]
-            if total is None:
-                total = sums[number] = torch.zeros(
-                    floating[number].shape, dtype=floating[number].dtype, device="cpu"
-                )
-            total.index_add_(0, place.rows, gradient.to(total.dtype))
+    sums: list[torch.Tensor | None] = []
+    for number, tensor in enumerate(one for one in inputs if one.is_floating_point()):
+        given = [
+            (place.rows, gradients[number].to(tensor.dtype))  # type: ignore[union-attr]
+            for place, gradients in parts
+            if gradients[number] is not None
+        ]
+        total = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu") if given else None
+        for start in range(0, len(given), _JOINED_MAX):
+            rows, gradients = zip(*given[start : start + _JOINED_MAX], strict=True)
+            assert total is not None
+            total.index_add_(0, torch.cat(rows), torch.cat(gradients))
+        sums.append(total)
     return sums
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from swarm.core.errors import UsageError
 
 # weight of the earlier utilization when a batch is added. Smaller: the shares follow single batches; larger:
-# an expert that is used no more looks used for long
+# an expert that is not used any more still looks used for a long time
 UTILIZATION_ALPHA = 0.9
 
 

@@ -2,16 +2,21 @@
 
 Each sample selected up to K experts and needs `k_min` of them. Once every sample has that many, or can get no
 more, pending experts get a little more time (`GatherTimeouts`) and are then dropped. Pure logic; experts are
-numbers, and each is expected for some rows (samples) of the batch.
+numbers, and each is expected for some rows (samples) of the batch. The counts are NumPy arrays: a pass
+updates them for each of hundreds of experts, and torch takes several times as long for a few rows.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from swarm.core.errors import UsageError
+
+_Rows = npt.NDArray[np.int64]
 
 _WAIT_S_MAX = 5.0
 
@@ -20,7 +25,7 @@ _WAIT_S_MAX = 5.0
 class GatherTimeouts:
     """The time for which pending experts are awaited after all samples have enough answers."""
 
-    after_k_min_s: float | None = None  # None: as long as it took until then, within bounds
+    after_k_min_s: float | None = None  # None: as long as the time until `k_min`, within bounds
     wait_s_min: float = 0.1
 
     def __post_init__(self) -> None:
@@ -50,10 +55,10 @@ class Gathering:
     ) -> None:
         self._k_min, self._timeouts = k_min, timeouts
         self._begun_s, self._until_s = begun_s, deadline_s
-        self._answered_B = torch.zeros(batch, dtype=torch.int64, device="cpu")
-        self._pending_B = torch.zeros(batch, dtype=torch.int64, device="cpu")
-        self._suspected_B = torch.zeros(batch, dtype=torch.int64, device="cpu")
-        self._rows: dict[int, torch.Tensor] = {}  # of pending experts
+        self._answered_B = np.zeros(batch, np.int64)
+        self._pending_B = np.zeros(batch, np.int64)
+        self._suspected_B = np.zeros(batch, np.int64)
+        self._rows: dict[int, _Rows] = {}  # of pending experts
         self._suspected: set[int] = set()
         self._expected_s: dict[int, float] = {}
         self._satisfied_s: float | None = None
@@ -66,9 +71,9 @@ class Gathering:
 
         `expected_s` is how long it may well take, judged by its recent answers.
         """
-        self._rows[expert] = rows
+        self._rows[expert] = rows.numpy()
         self._expected_s[expert] = expected_s
-        self._pending_B[rows] += 1
+        self._pending_B[self._rows[expert]] += 1
         self._satisfied_s, self._last_reply_s = None, now_s
 
     def answered(self, expert: int, now_s: float) -> None:
@@ -103,12 +108,12 @@ class Gathering:
         """Return the samples that cannot get `k_min` answers any more, even if every pending expert that is
         not suspected answers.
         """
-        return (self._answered_B + self._pending_B < self._k_min).nonzero().flatten()
+        return torch.from_numpy(np.flatnonzero(self._answered_B + self._pending_B < self._k_min))
 
     @property
     def rows_below_k_min(self) -> torch.Tensor:
         """Return the samples that have fewer than `k_min` answers now."""
-        return (self._answered_B < self._k_min).nonzero().flatten()
+        return torch.from_numpy(np.flatnonzero(self._answered_B < self._k_min))
 
     def suspect_at_s(self) -> float | None:
         """Return the time at which pending experts become suspected if no answer arrives before; None when
@@ -126,7 +131,7 @@ class Gathering:
             return min(
                 self._until_s, self._satisfied_s + self._timeouts.wait_s(self._satisfied_s - self._begun_s)
             )
-        # no answer is required: a pending expert delays the pass no longer than the others took
+        # no answer is required, so a pending expert may only double the time of the pass
         if not self._k_min and self._has_reply:
             suspect_at_s = self.suspect_at_s()
             return min(self._until_s, suspect_at_s if suspect_at_s is not None else self._last_reply_s)
@@ -136,7 +141,7 @@ class Gathering:
         """Return whether waiting has ended: nothing is pending, or the deadline has passed."""
         return not self._rows or now_s >= self.deadline_s()
 
-    def _remove(self, expert: int, now_s: float) -> torch.Tensor | None:
+    def _remove(self, expert: int, now_s: float) -> _Rows | None:
         rows = self._rows.pop(expert, None)
         if rows is not None:
             (self._suspected_B if expert in self._suspected else self._pending_B)[rows] -= 1

@@ -16,7 +16,6 @@ Replica = TypeVar("Replica")  # the name of a replica: hashable
 # least delay before a second request. Too small: a busy machine's hiccups cause more work
 DELAY_S_MIN = 0.05
 DELAY_S_INITIAL = 1.0  # while the replica's answer times are unknown
-DELAY_DEVIATIONS = 4.0  # the delay is the mean answer time plus this many mean deviations
 
 
 SHARE_MAX = 0.1  # second requests as a share of all calls, over time: more would load the peers noticeably

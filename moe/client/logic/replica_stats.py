@@ -10,16 +10,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moe.client.logic.hedging import (
-    DELAY_DEVIATIONS,
     DELAY_S_INITIAL,
     DELAY_S_MIN,
     HedgeBudget,
 )
 from swarm.core.avoidance import Avoidance
+from swarm.core.delays import DelayEstimate
 from swarm.core.ids import PeerId
 
 if TYPE_CHECKING:
@@ -31,16 +30,10 @@ _SMOOTHING = 0.2  # weight of the newest call in the mean of a replica's answer 
 _REPORTED_WAIT_TTL_S = 5.0  # how long a reported wait overrides the declared one
 
 
-# a replica is drawn in proportion to (1 / expected time) to this power. 0: evenly, large: the fastest, which
-# then gets all requests and is the fastest no more
+# A replica is drawn with probability in proportion to (1 / expected time) to this power. 0: uniformly; large:
+# always the fastest, which all requests then make slow
 SELECTION_EXPONENT = 2.0
 REPLICAS_MAX = 10_000  # replicas whose answer times are remembered
-
-
-@dataclass(slots=True)
-class _Latency:
-    mean_s: float
-    deviation_s: float
 
 
 class ReplicaStats:
@@ -60,7 +53,7 @@ class ReplicaStats:
         self._selection_exponent, self._replicas_max = selection_exponent, replicas_max
         self._rng = rng
         self._avoidance = Avoidance()
-        self._latencies: OrderedDict[_ReplicaKey, _Latency] = OrderedDict()
+        self._latencies: OrderedDict[_ReplicaKey, DelayEstimate] = OrderedDict()
         self._in_flight: dict[PeerId, int] = {}
         self._waits: OrderedDict[PeerId, tuple[float, float]] = OrderedDict()  # reported wait, and when
 
@@ -119,7 +112,7 @@ class ReplicaStats:
         latency = self._latencies.get((uid, peer))
         if latency is None or latency.mean_s <= 0.0:
             return DELAY_S_INITIAL
-        return max(DELAY_S_MIN, latency.mean_s + DELAY_DEVIATIONS * latency.deviation_s)
+        return max(DELAY_S_MIN, latency.rarely_exceeded_s)
 
     def begin(self, peer: PeerId) -> None:
         """Record that a call is sent. `end` must follow."""
@@ -141,13 +134,11 @@ class ReplicaStats:
             self._avoidance.succeeded((_SLOW, peer))
         latency = self._latencies.get((uid, peer))
         if latency is None:
-            # the first call may include connecting: half of its time may be chance
-            self._latencies[uid, peer] = _Latency(seconds, seconds / 2.0)
+            self._latencies[uid, peer] = DelayEstimate.of_first(seconds)
             if len(self._latencies) > self._replicas_max:
                 self._latencies.popitem(last=False)
             return
-        latency.deviation_s += _SMOOTHING * (abs(seconds - latency.mean_s) - latency.deviation_s)
-        latency.mean_s += _SMOOTHING * (seconds - latency.mean_s)
+        latency.observe(seconds, _SMOOTHING)
         self._latencies.move_to_end((uid, peer))
 
     def wait_reported(self, peer: PeerId, wait_s: float, now_s: float) -> None:

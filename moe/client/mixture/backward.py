@@ -11,11 +11,11 @@ from dataclasses import replace
 
 import torch
 
-from moe.client.logic.dispatch import sum_input_gradients
+from moe.client.logic.dispatch import Places, sum_input_gradients
 from moe.client.logic.gathering import Gathering
-from moe.client.mixture.forward import REASONS_SHOWN, ExpertCall, MixtureOutput, offload, select_rows
+from moe.client.mixture.forward import REASONS_SHOWN, MixtureOutput, offload, select_rows
 from moe.client.mixture.options import MixtureOptions, PassReport
-from moe.client.replicas.calling import ReplicaCalls
+from moe.client.replicas.calling import ForwardResult, ReplicaCalls
 from moe.protocol.calls import BackwardReply, GradientPass
 from moe.protocol.errors import ExpertNotInvited
 from swarm.core.errors import DeadlineExceeded, NotEnoughPeers, SwarmError
@@ -68,9 +68,11 @@ class BackwardPass:
         failed: dict[int, SwarmError] = {}
         async with asyncio.TaskGroup() as tasks:
             running = {}
+            selected = tasks.create_task(self._select(gradients))
             for number, branch in enumerate(branches):
                 gathering.expect(number, branch.places.rows, begun_s)
-                running[tasks.create_task(self._call(branch, gradients, deadline_s, pass_number))] = number
+                work = self._call(branch.result.for_pass(pass_number), selected, number, deadline_s)
+                running[tasks.create_task(work)] = number
             while not gathering.over(now_s := clock.monotonic_s()):
                 timeout_s = max(gathering.deadline_s() - now_s, 0.0)
                 done, _ = await asyncio.wait(running, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -119,21 +121,35 @@ class BackwardPass:
                 f"backward_k_min = {self._options.backward_k_min} gradients: {shown}"
             )
 
+    async def _select(
+        self, gradients: Sequence[torch.Tensor | None]
+    ) -> list[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None]]]:
+        """Return the inputs and the gradients of each expert's samples."""
+        places = [branch.places for branch in self._mixture_output.branches]
+        if not places:
+            return []
+        inputs = await select_rows(self._pool, self._inputs, [one.rows for one in places])
+        sizes = [len(one.rows) for one in places]
+        joined = Places(torch.cat([one.rows for one in places]), torch.cat([one.columns for one in places]))
+
+        def select() -> list[Sequence[torch.Tensor | None]]:
+            columns: list[Sequence[torch.Tensor | None]] = [
+                (None,) * len(sizes) if one is None else torch.split(one[joined.rows, joined.columns], sizes)
+                for one in gradients
+            ]
+            return [[column[number] for column in columns] for number in range(len(sizes))]
+
+        size = sum(one.nbytes for one in gradients if one is not None)
+        return list(zip(inputs, await offload(self._pool, size, select), strict=True))
+
     async def _call(
         self,
-        branch: ExpertCall,
-        gradients: Sequence[torch.Tensor | None],
+        result: ForwardResult,
+        selected: asyncio.Task[list[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None]]]],
+        number: int,
         deadline_s: float,
-        pass_number: int,
     ) -> BackwardReply | SwarmError:
-        places, result = branch.places, branch.result.for_pass(pass_number)
-        inputs = await select_rows(self._pool, self._inputs, places.rows)
-        size = sum(one.nbytes for one in gradients if one is not None)
-        expert_gradients = await offload(
-            self._pool,
-            size,
-            lambda: [one[places.rows, places.columns] if one is not None else None for one in gradients],
-        )
+        inputs, expert_gradients = (await selected)[number]
         try:
             tensors = GradientPass(inputs, expert_gradients, self._options.staleness_max)
             return await self._calls.backward(

@@ -36,8 +36,8 @@ T = TypeVar("T")
 
 _INLINE_BYTES_MAX = 256 << 10  # larger tensors are split and joined in a thread of the pool
 REASONS_SHOWN = 4
-# before experts that failed are asked again; doubles. Too small: restarting servers are asked all the time;
-# too large: a step waits although it is back.
+# Pause before failed experts are asked again; doubles. Too small: restarting servers are asked constantly;
+# too large: a step waits although the server is back.
 _RETRY_PAUSE_FIRST_S = 0.1
 _RETRY_PAUSE_S_MAX = 1.0
 
@@ -102,7 +102,7 @@ class ForwardPass:
         self._avoided_since_s: float | None = None
         self._retry_pauses = Backoff(_RETRY_PAUSE_FIRST_S, _RETRY_PAUSE_S_MAX)
         self._retry_at_s: float | None = None  # when samples without any expert are tried again
-        self._may_lack_experts = True  # some sample may have lost experts since the last check
+        self._may_lack_experts = True  # True: samples may have lost experts since the last check
         self._silent: set[PeerId] = set()  # peers that did not answer in this pass when others did
         # how often replacements were searched for
         self._replaced_B = torch.zeros(batch, dtype=torch.int64, device="cpu")
@@ -191,9 +191,11 @@ class ForwardPass:
         coordinates[rows], occupied[rows] = found_BKD, selection.indices_BK >= 0
         self._coordinates = torch.cat([self._coordinates, coordinates], dim=1)
         self._occupied_BS = torch.cat([self._occupied_BS, occupied], dim=1)
-        for prefix, places in zip(
-            selection.experts, places_of(selection.indices_BK, len(selection.experts)), strict=True
-        ):
+        places_by_expert = places_of(selection.indices_BK, len(selection.experts))
+        selected = tasks.create_task(
+            select_rows(self._pool, self._inputs, [rows[places.rows] for places in places_by_expert])
+        )
+        for part, (prefix, places) in enumerate(zip(selection.experts, places_by_expert, strict=True)):
             uid, number = ExpertUid(self._options.grid.block, prefix), len(self._uids)
             batch_places = Places(rows[places.rows], places.columns + width_before)
             self._uids.append(uid)
@@ -203,12 +205,16 @@ class ForwardPass:
                 default=0.0,
             )
             self._gathering.expect(number, batch_places.rows, self._calls.clock.monotonic_s(), expected_s)
-            self._tasks[tasks.create_task(self._call(uid, batch_places.rows, self._avoided_since_s))] = number
+            self._tasks[tasks.create_task(self._call(uid, selected, part, self._avoided_since_s))] = number
 
     async def _call(
-        self, uid: ExpertUid, rows: torch.Tensor, include_avoided_since_s: float | None
+        self,
+        uid: ExpertUid,
+        selected: asyncio.Task[list[list[torch.Tensor]]],
+        part: int,
+        include_avoided_since_s: float | None,
     ) -> ForwardResult | SwarmError:
-        inputs = await select_rows(self._pool, self._inputs, rows)
+        inputs = (await selected)[part]
         call = ForwardCall(uid, self._replicas[uid], inputs, self._keep, include_avoided_since_s)
         try:
             return await self._calls.forward(call, deadline_s=self._deadline_s, codecs=self._options.codecs)
@@ -345,7 +351,7 @@ class ForwardPass:
         answered = torch.zeros_like(self._occupied_BS)
         for number in numbers:
             answered[self._places[number].rows, self._places[number].columns] = True
-        # of the slots for replacements only those with an answer: each takes as much memory as the batch
+        # only slots for replacements that have an answer, because each takes as much memory as the batch
         used_S = answered.any(dim=0)
         used_S[: initially_occupied.shape[1]] = True
         column_of = used_S.cumsum(0) - 1
@@ -400,11 +406,19 @@ class ForwardPass:
 
 
 async def select_rows(
-    pool: Executor | None, tensors: Sequence[torch.Tensor], rows: torch.Tensor
-) -> list[torch.Tensor]:
-    """Return copies of these samples."""
-    size = sum(len(rows) * tensor[:1].nbytes for tensor in tensors)
-    return await offload(pool, size, lambda: [tensor.index_select(0, rows) for tensor in tensors])
+    pool: Executor | None, tensors: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]
+) -> list[list[torch.Tensor]]:
+    """Return copies of samples: for each expert those of its rows, of every tensor. All are copied at once,
+    which takes much less time than a copy for each of hundreds of experts.
+    """
+    sizes = [len(one) for one in rows]
+
+    def select() -> list[list[torch.Tensor]]:
+        joined = torch.cat(list(rows)) if rows else torch.zeros(0, dtype=torch.int64, device="cpu")
+        columns = [torch.split(tensor.index_select(0, joined), sizes) for tensor in tensors]
+        return [[column[number] for column in columns] for number in range(len(sizes))]
+
+    return await offload(pool, sum(sizes) * sum(tensor[:1].nbytes for tensor in tensors), select)
 
 
 async def offload(pool: Executor | None, size_bytes: int, work: Callable[[], T]) -> T:

@@ -9,9 +9,9 @@ from moe.protocol.calls import UNCOMPRESSED, WireCodecs, check_staleness_max
 from moe.protocol.names import ExpertGrid
 from swarm.core.errors import UsageError
 
-# rounds of asking replacements for samples that lost too many experts; from the second round on avoided
-# experts are asked as well. Too small: samples fail although experts live; too large: a step waits for the
-# last of them
+# Rounds of asking replacements for samples that lost too many experts. From the second round on, avoided
+# experts are asked as well. Too small: samples fail although experts are alive; too large: a step waits for
+# the last of them
 REPLACEMENTS_MAX = 4
 
 
@@ -55,6 +55,6 @@ class PassReport:
     failed: dict[str, str]  # name -> reason, for experts that were asked and did not answer
     short_samples: int  # samples with fewer than k_min answers
     seconds: float
-    # backward: name -> versions by which the expert had changed since the forward pass (negative: it had gone
-    # back), for experts that had
+    # backward: expert's name -> number of versions by which it changed since the forward pass (negative:
+    # versions were lost)
     versions_apart: dict[str, int] = field(default_factory=dict)

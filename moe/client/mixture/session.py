@@ -24,8 +24,9 @@ from moe.client.replicas.autograd_bridge import (
 class LastPasses:
     """A layer's record of its last passes."""
 
-    # without rows; gives the shapes and dtypes of outputs, once known
+    # without rows; gives the shapes and dtypes of outputs, once known, for inputs of the shape beside it
     empty_outputs: list[torch.Tensor] = field(default_factory=list)
+    sample_shape: torch.Size | None = None
     forward: PassReport | None = None
     backward: PassReport | None = None
 
@@ -47,8 +48,10 @@ class Session:
         host_inputs = to_host_checked(inputs, "layer")
         search_scores = [score.detach().to("cpu", torch.float32).nan_to_num() for score in scores]
         keep = torch.is_grad_enabled()
-        # as many features as the inputs have, until some expert has answered
-        empty = last_passes.empty_outputs or [host_inputs[0][:0].clone()]
+        # as many features as the inputs have, until some expert has answered for inputs of this shape
+        sample_shape = host_inputs[0].shape[1:]
+        known = last_passes.empty_outputs if sample_shape == last_passes.sample_shape else []
+        empty = known or [host_inputs[0][:0].clone()]
         if not len(host_inputs[0]):
             return self._empty_output(inputs, empty)
         pool = bridge.node.network.pool
@@ -58,6 +61,7 @@ class Session:
 
         mixture_output = bridge.run(work(), options.forward_timeout_s)
         if mixture_output.branches:
+            last_passes.sample_shape = sample_shape
             last_passes.empty_outputs = [
                 output.new_empty((0, *output.shape[2:])) for output in mixture_output.outputs
             ]

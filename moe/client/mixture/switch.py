@@ -51,13 +51,32 @@ class SwitchConfig:
 
 class RemoteSwitchMixtureOfExperts(nn.Module):
     """A mixture layer in which each sample goes to the `k_best` (usually one) most probable experts of
-    `grid`, whose outputs are weighted by the probabilities themselves. Returns (output, balancing loss): add
-    the loss, times a small factor, to your own, so that experts are used evenly.
+    `grid`.
 
-    The arguments are those of RemoteMixtureOfExperts; here the output of a sample that no expert answered is
-    zero by default. The probability of selected experts that did not answer is distributed among those of the
-    same sample that did. `utilization_0`, `utilization_1`, … are buffers: the share of samples that selected
-    each coordinate of a dimension, as a moving average.
+    The outputs are weighted by the probabilities themselves. The layer returns (output, balancing loss): add
+    the loss, times a small factor, to your own, so that experts are used evenly. The probability of selected
+    experts that did not answer is distributed among the experts of the same sample that did.
+    `utilization_0`, `utilization_1`, … are buffers: the share of samples that selected each coordinate of a
+    dimension, as a moving average.
+
+    Args:
+        node: This process as a peer.
+        in_features: Features of the input, by which the gate scores.
+        grid: Pattern of the experts' names, such as "ffn.[0:4].[0:4]".
+        k_best: Experts for each sample.
+        k_min: Answers that each sample needs.
+        forward_timeout_s: Limit of a forward pass.
+        timeout_after_k_min_s: Time for the other experts once all samples have `k_min` answers. None: about
+            as long as that took.
+        backward_k_min: Branches that each sample needs in the backward pass.
+        backward_timeout_s: Limit of a backward pass; None: that of a forward pass.
+        allow_zero_outputs: Return zeros for samples without an answer, where the call would raise
+            NotEnoughPeers.
+        config: Dropout of coordinates, jitter of the gate's input, and codecs; None: the defaults.
+
+    Raises:
+        UsageError: For wrong arguments, or inputs that the experts do not take.
+        NotEnoughPeers: When a sample has fewer than `k_min` answers, or `backward_k_min` gradients, in time.
     """
 
     def __init__(

@@ -24,6 +24,7 @@ from moe.client.pipeline.passes import (
 )
 from moe.client.replicas.autograd_bridge import NodeBridge, to_host
 from swarm.core.errors import UsageError
+from swarm.core.notify import ChangeEvent
 
 LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -69,7 +70,7 @@ class BatchStream:
         self._in_flight = 0
         self._arrived: list[_Part] = []
         self._failure: BaseException | None = None
-        self._changed: asyncio.Event | None = None
+        self._changed = ChangeEvent()
         self._occupancy: StageOccupancy | None = None
         self.report = PipelineReport()
 
@@ -119,10 +120,7 @@ class BatchStream:
 
     async def _next(self, in_flight_max: int) -> tuple[list[_Part], int]:
         """Wait until micro-batches have arrived, or there is room."""
-        if self._changed is None:
-            self._changed = asyncio.Event()
         while not self._arrived and self._in_flight > in_flight_max and self._failure is None:
-            self._changed.clear()
             await self._changed.wait()
         if self._failure is not None:
             raise self._failure
@@ -193,5 +191,4 @@ class BatchStream:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failure = self._failure or error
-        if self._changed is not None:
-            self._changed.set()
+        self._changed.notify()

@@ -38,13 +38,14 @@ class PipelineOptions:
 
     stages: tuple[ExpertUid, ...]
     timeout_s: float  # of a whole pass, forward or backward
-    # of one attempt at one stage, then another peer is asked. Too small: slow peers' work is thrown away
+    # timeout of one attempt at one stage; then another peer is asked. Too small: work of slow peers is wasted
     stage_timeout_s: float
     # in samples. Too small: round trips cost more than the work; too large: stages wait for one another
     micro_batch_size: int
     in_flight_max: int  # micro-batches that are processed at a time
     codecs: WireCodecs = UNCOMPRESSED
-    staleness_max: int | None = None  # then a stage is computed again before its backward pass
+    # above this difference of versions, a stage is computed again before its backward pass
+    staleness_max: int | None = None
 
     def __post_init__(self) -> None:
         check_staleness_max(self.staleness_max)

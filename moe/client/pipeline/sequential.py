@@ -47,20 +47,29 @@ class PipelineConfig:
 
 
 class RemoteSequential(nn.Module):
-    """Runs stages one after the other, like torch.nn.Sequential. `blocks` names them, such as "block.[0:12]",
-    in the order of their numbers.
+    """Runs stages one after the other, like torch.nn.Sequential, on the peers that host them.
 
-    The output of one stage, a tensor or several, is the input of the next. A batch is cut into micro-batches
-    of `micro_batch_size` samples (None: a quarter of the batch), several of which are processed at a time. At
-    every stage each micro-batch goes to one of the peers that host it, drawn by how quick they are. A peer
-    that fails is replaced by another one of its stage, in the backward pass too: there the stage is computed
-    again from its inputs. Each micro-batch is one optimizer step for a stage that learns, or a part of one,
-    since servers batch requests that wait. A stage that changed between the two passes of a micro-batch by
-    more than `staleness_max` versions (None: any number) is computed again with its present parameters before
-    the backward pass.
+    The output of one stage, a tensor or several, is the input of the next. A batch is cut into micro-batches,
+    several of which are processed at a time. At every stage a micro-batch goes to one of the peers that host
+    it, drawn by their speed. A peer that fails is replaced by another one of its stage. In the backward pass,
+    the replacement computes the stage again from its inputs. Each micro-batch is one optimizer step of a
+    stage that learns, or a part of one, since servers batch waiting requests.
 
-    Raises NotEnoughPeers when no peer completed a stage within `forward_timeout_s` or `backward_timeout_s`,
-    and UsageError for wrong arguments or inputs that the first stage does not take.
+    Args:
+        node: This process as a peer.
+        blocks: Pattern of the stages' names, such as "block.[0:12]", in the order of their numbers.
+        micro_batch_size: Samples of a micro-batch; None: a quarter of the batch.
+        forward_timeout_s: Limit of a forward pass through all stages.
+        backward_timeout_s: Limit of a backward pass through all stages.
+        config: Timeout of a stage, micro-batches in flight, and codecs; None: the defaults.
+
+    The attribute `staleness_max` (None: no limit) can be set. A stage that changed by more versions than this
+    between the two passes of a micro-batch is computed again, with its current parameters, before the
+    backward pass.
+
+    Raises:
+        NotEnoughPeers: When no peer completed a stage within the limit of the pass.
+        UsageError: For wrong arguments, or inputs that the first stage does not take.
     """
 
     def __init__(
@@ -98,7 +107,7 @@ class RemoteSequential(nn.Module):
             raise UsageError("a pipeline takes at least one tensor")
         check_batch(inputs)
         if not len(inputs[0]):
-            empty = attach_empty(inputs, self._empty_outputs())
+            empty = attach_empty(inputs, self._empty_outputs(inputs))
             return empty[0] if len(empty) == 1 else empty
         micro_batches = self._run_forward(inputs)
 
@@ -183,14 +192,17 @@ class RemoteSequential(nn.Module):
     def extra_repr(self) -> str:
         return str(self.grid)
 
-    def _empty_outputs(self) -> list[torch.Tensor]:
+    def _empty_outputs(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the outputs of the last stage for an empty batch."""
 
-        async def work() -> ExpertSchema:
-            calls, last = self._bridge.calls, list(self.grid.names())[-1]
-            return await calls.schema(last, deadline_s=calls.clock.monotonic_s() + self._forward_timeout_s)
+        async def work() -> tuple[ExpertSchema, ExpertSchema]:
+            calls, stages = self._bridge.calls, list(self.grid.names())
+            deadline_s = calls.clock.monotonic_s() + self._forward_timeout_s
+            first = await calls.schema(stages[0], deadline_s=deadline_s)
+            return first, await calls.schema(stages[-1], deadline_s=deadline_s)
 
-        schema = self._bridge.run(work(), self._forward_timeout_s)
+        first, last = self._bridge.run(work(), self._forward_timeout_s)
+        schema = last.at(first.length_of(inputs)) if last.sequence_length else last
         return [
             torch.empty((0, *leaf.shape), dtype=leaf.dtype, device="cpu") for leaf in schema.output_leaves
         ]

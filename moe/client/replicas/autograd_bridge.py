@@ -122,7 +122,7 @@ def uncompiled(function: Callable[ParametersT, T]) -> Callable[ParametersT, T]:
 
     @functools.wraps(function)
     def call(*arguments: ParametersT.args, **named: ParametersT.kwargs) -> T:
-        # the compiler takes a second to import; where nobody has imported it, nothing is compiled
+        # importing the compiler takes a second; if it is not imported yet, nothing is compiled
         if "torch._dynamo" not in sys.modules:
             return function(*arguments, **named)
         if not disabled:

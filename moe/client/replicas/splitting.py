@@ -68,6 +68,7 @@ class SplitCalls:
         """
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         schema = await self.schema_of(replica, uid, timeout_s=timeout_s)
+        schema = schema.at(schema.length_of(inputs))
         samples = len(inputs[0])
         size = min(self._limits.get(replica.peer_id, samples), _samples_that_fit(schema), samples)
 
@@ -113,6 +114,7 @@ class SplitCalls:
             )
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         schema = await self.schema_of(replica, uid, timeout_s=timeout_s)
+        schema = schema.at(schema.length_of(tensors.inputs))
 
         async def run(part: ForwardReply, tensors: GradientPass) -> BackwardReply:
             left_s = deadline_s - asyncio.get_running_loop().time()

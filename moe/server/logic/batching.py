@@ -5,7 +5,7 @@ Requests of one expert and direction form a queue. A batch is taken from one que
 The order between queues and within them is that of start-time fair queueing (Goyal, Vin and Cheng, 1996):
 each request gets a virtual start, which is the virtual time or the end of its caller's previous request,
 whichever is later. A caller alone is served oldest first; several callers get equal shares of samples,
-whatever the number of requests that each has waiting; and no request waits for ever. A full queue refuses at
+whatever the number of requests that each has waiting; and no request waits forever. A full queue refuses at
 once; strangers together may fill half of it.
 
 Times are parameters. Not thread-safe: threads that share it hold a lock.

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from swarm.core.avoidance import Avoidance
 from swarm.core.ids import PeerId
 
-# a replica whose parameters stay others' than ours this long is left out: it may be hostile, or lost
+# a replica whose parameters differ from this one's for this long is left out: it may be hostile, or lost
 _APART_S_MAX = 5.0
-# One replica counts for at most this many target batches in a step: an honest one takes no further passes
-# once the batch is complete, and goes beyond it by one request.
+# One replica counts for at most this many target batches in a step. An honest one accepts no further passes
+# once the batch is complete, and exceeds it by at most one request.
 TARGETS_PER_REPLICA_MAX = 2
 # A replica that announced samples and did not bring them is not counted for this long; four times as long
-# each further time, at most 64 times.
+# each further time, at most half a day.
 _DISTRUST_S = 10.0
-_DISTRUST_GROWTH = 4
-_DISTRUST_TIMES_MAX = 3
+_DISTRUST_S_MAX = 4096 * _DISTRUST_S
+_DISTRUST_GROWTH = 4.0
+_GRAVE_FAILURES = 4  # one that brought invented gradients begins with the pause of the fourth time
 _DISTRUSTED_MAX = 256
 
 
@@ -40,22 +42,25 @@ class JointCounts:
     def __init__(self) -> None:
         self._counts: dict[PeerId, BatchCount] = {}
         self._apart_since_s: dict[PeerId, float] = {}
-        self._distrusted: dict[PeerId, tuple[int, float]] = {}  # how often, and until when
+        self._distrusted = Avoidance(
+            pause_first_s=_DISTRUST_S,
+            pause_s_max=_DISTRUST_S_MAX,
+            growth=_DISTRUST_GROWTH,
+            keys_max=_DISTRUSTED_MAX,
+        )
 
     def note(self, peer: PeerId, count: BatchCount, now_s: float) -> None:
         """Record what a replica has said. One that is not trusted now is not counted."""
-        if now_s >= self._distrusted.get(peer, (0, 0.0))[1]:
+        if not self._distrusted.avoided(peer, now_s):
             self._counts[peer] = count
 
-    def distrust(self, peers: Iterable[PeerId], now_s: float) -> None:
-        """Forget replicas, and do not count them for a while: they announced samples and brought fewer."""
+    def distrust(self, peers: Iterable[PeerId], now_s: float, *, gravely: bool = False) -> None:
+        """Forget replicas, and do not count them for a while: they announced samples and brought fewer.
+        `gravely`: they brought invented gradients, and their state must not be taken over soon either.
+        """
         for peer in peers:
             self.forget(peer)
-            times = self._distrusted.pop(peer, (0, 0.0))[0]
-            pause_s = _DISTRUST_S * _DISTRUST_GROWTH ** min(times, _DISTRUST_TIMES_MAX)
-            self._distrusted[peer] = (times + 1, now_s + pause_s)
-            if len(self._distrusted) > _DISTRUSTED_MAX:
-                self._distrusted.pop(next(iter(self._distrusted)))
+            self._distrusted.failed(peer, now_s, failures_min=_GRAVE_FAILURES if gravely else 1)
 
     def forget(self, peer: PeerId) -> None:
         """Forget a replica that has left or does not answer."""

@@ -4,7 +4,7 @@ and the decision from which replicas a server takes over their state.
 A version counts the optimizer steps and averages in the history of the parameters. Every average of replicas
 is a version that they have in common, under a name that is equal on all of them. What a replica has learned
 by itself is therefore the difference between its version and that of the last common one, and a checkpoint of
-yesterday shows that it lies behind replicas that went on.
+yesterday shows that it lies behind replicas that continued.
 
 What others say about their lineage is not verified. It decides between states only where this server has no
 better one: at its start, and until it has been averaged with the others. Then one liar is outvoted by two
@@ -86,7 +86,8 @@ def donors(
     def support(peer: PeerId) -> int:
         return sum(_are_related(ahead[peer], theirs) for theirs in others.values())
 
-    # not the furthest: a liar can claim any version, the middle one is an honest one's or close to it
+    # the median, not the maximum: a liar can claim any version, but the median is an honest one's or close to
+    # it
     middle = statistics.median_high(theirs.version for theirs in ahead.values())
     return sorted(ahead, key=lambda peer: (-support(peer), abs(ahead[peer].version - middle), peer))
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Group, RenderableType
 
 _LINE_EVERY_S = 3.0
-_BAR = 30  # columns
+_BAR = 30  # width in columns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +180,9 @@ def closing(finished: DemoFinished) -> str:
             f"in each of {finished.digests_compared} epochs that two or more completed"
         )
     if finished.join_line:
-        lines.append(f"while it ran, another terminal could have joined with:\n  {finished.join_line} --yes")
+        lines.append(
+            f"while the demo ran, another terminal could have joined with:\n  {finished.join_line} --yes"
+        )
     lines += [f"problem: {problem}" for problem in finished.problems]
     return "\n".join(lines)
 

@@ -12,7 +12,7 @@ from swarm.run.events import Event
 
 
 class LiveOutput(Output):
-    """Shows the picture of a `Presentation` from the first one that it draws until `close`."""
+    """Shows the picture of a `Presentation`, from the first drawn picture until `close`."""
 
     def __init__(self, presentation: Presentation, console: Console | None = None) -> None:
         self._presentation = presentation
@@ -43,7 +43,7 @@ class LiveOutput(Output):
 
     def _print(self, text: str) -> None:
         if text:
-            # Without soft wrapping an address or a command could not be copied in one piece.
+            # Soft wrapping keeps addresses and commands in one piece for copying.
             self._console.print(Text(printable(text)), soft_wrap=True)
 
     def _show(self, picture: RenderableType) -> None:

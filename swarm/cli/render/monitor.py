@@ -14,7 +14,15 @@ from rich.text import Text
 from swarm.cli.render.output import Output, Presentation
 from swarm.cli.render.text import sparkline
 from swarm.core.wording import size
-from swarm.monitor.logic.view import MonitorEvent, MonitorView, PeerView, RelayReport, RoundView, plain
+from swarm.monitor.logic.view import (
+    LeaderView,
+    MonitorEvent,
+    MonitorView,
+    PeerView,
+    RelayReport,
+    RoundView,
+    plain,
+)
 from swarm.run.events import Event, Notice
 
 SORTS: dict[str, tuple[Callable[[PeerView], Any], str]] = {
@@ -25,13 +33,18 @@ SORTS: dict[str, tuple[Callable[[PeerView], Any], str]] = {
     "drift": (lambda peer: (not peer.fresh, -(peer.drift or 0.0)), "drift"),
     "age": (lambda peer: -peer.age_s, "age"),
 }
-Section: TypeAlias = Literal["rounds", "events", "experts", "relays"]
+Section: TypeAlias = Literal["rounds", "events", "leaders", "experts", "relays"]
 _SECTIONS: tuple[Section, ...] = get_args(Section)
 _STATUS = {
     "live": ("● live", "green"),
     "joining": ("○ joining", "yellow"),
     "late": ("▲ LATE", "bold yellow"),
     "lost": ("✖ LOST", "bold red"),
+}
+_RUN_STATUS = {
+    "ended": ("■ ended", "bold"),
+    "paused": ("‖ paused by its owner", "bold yellow"),
+    "empty": ("○ nobody trains", "yellow"),
 }
 _LEVEL = {"good": "green", "warning": "yellow", "bad": "bold red"}
 _STATE = {
@@ -42,9 +55,13 @@ _STATE = {
     "lost": "red",
     "left": "dim",
 }
+_COLUMNS = ("peer", "on", "now", "smp/s", "epoch", "gave", "sent", "got", "drift", "reach", "loss")
+_LEFT = ("peer", "on", "now")
+_LEFT_OUT_FIRST = ("loss", "drift", "got", "reach", "sent", "on", "gave", "epoch", "smp/s", "now")
+_NAME_COLUMNS_MIN = 13
 _PAGE = 8  # peers
-_RELAY_SILENT_S = 15.0  # a relay that was asked meanwhile, and has not answered
-# how a peer says that it is reached, in a column
+_RELAY_SILENT_S = 15.0  # a relay that has not answered for this long is shown as silent
+# texts for a column with the reach that a peer reports
 _REACH = {"direct": "yes", "relay": "relay", "relays": "relay", "hidden": "out", "none": "out"}
 _BAR = "█▏▎▍▌▋▊▉"
 _KEYS = "q quit   ↑↓ choose   enter details   s sort   tab below   "
@@ -114,6 +131,9 @@ def headline(view: MonitorView) -> str:
     if not view.live:
         age = f" for {view.link.age_s:.0f} s" if view.link.age_s is not None else ""
         return f"nothing seen{age}: {view.link.text or view.link.status}"
+    if view.standing != "live":
+        state = {"ended": "the run has ended", "paused": "the owner has paused the run"}.get(view.standing)
+        return f"epoch {view.epoch:,}: {state or 'nobody trains this run at the moment'}"
     loss = f", loss {view.loss:.3f}" if view.loss is not None else ""
     held_out = f" (held out {view.validation_loss:.3f})" if view.validation_loss is not None else ""
     part = f" {100 * view.fraction:.0f} %" if view.fraction is not None else ""
@@ -124,7 +144,7 @@ def headline(view: MonitorView) -> str:
 
 
 def _divided(view: MonitorView) -> str:
-    """Return how many peers are in which history, while there is more than one; else ""."""
+    """Return the number of peers in each history; empty if there is only one."""
     if len(view.histories) < 2:
         return ""
     parts = ", ".join(f"{one.peers} in {one.head[:8]}" for one in view.histories)
@@ -140,6 +160,8 @@ class ScreenState:
     details: bool = False
     section: Section = "rounds"
     quit: bool = False
+    page: str = ""  # where the page is served; "": nowhere
+    said: str = ""  # the last alert, or why it could not be sent
 
     def key(self, name: str, peers: int) -> None:
         """React to a key."""
@@ -180,7 +202,7 @@ def render_screen(
     view: MonitorView, state: ScreenState, trends: Trends, columns: int, rows: int
 ) -> list[Text]:
     """Return at most `rows` lines of at most `columns` columns."""
-    lines = [*_head(view, columns), *_numbers(view, trends, columns), Text("")]
+    lines = [*_head(view, columns, state), *_numbers(view, trends, columns), Text("")]
     peers = sorted(view.peers, key=SORTS[state.sort][0])
     state.chosen = min(state.chosen, max(0, len(peers) - 1))
     free = rows - len(lines) - 1  # the last line shows the keys
@@ -190,11 +212,7 @@ def render_screen(
         below = max(4, free // 3)
         shown = max(1, min(len(peers), free - below - 1))
         first = min(max(0, state.chosen - shown // 2), max(0, len(peers) - shown))
-        lines.append(_peer_head(columns))
-        lines += [
-            _peer_line(peer, columns, first + place == state.chosen)
-            for place, peer in enumerate(peers[first : first + shown])
-        ]
+        lines += _peer_table(peers[first : first + shown], state.chosen - first, columns)
         if not peers:
             lines.append(Text("  no peer takes part at the moment", style="dim"))
         lines += _below(view, state.section, rows - len(lines) - 1)
@@ -207,9 +225,10 @@ def render_screen(
     return lines[:rows]
 
 
-def _head(view: MonitorView, columns: int) -> list[Text]:
-    text, style = _STATUS.get(view.link.status, ("?", ""))
-    run = view.run
+def _head(view: MonitorView, columns: int, state: ScreenState) -> list[Text]:
+    run, (text, style) = view.run, _STATUS.get(view.link.status, ("?", ""))
+    if view.live and view.standing != "live":
+        text, style = _RUN_STATUS[view.standing]
     name = run.full_name if len(run.full_name) + 40 < columns else run.name or run.run_id
     title = Text.assemble((f" {name} ", "bold reverse"), "  ", (text, style))
     if view.link.age_s is not None and view.link.status != "live":
@@ -223,7 +242,14 @@ def _head(view: MonitorView, columns: int) -> list[Text]:
         title.append(f", {view.strangers} stranger{'' if view.strangers == 1 else 's'}", style="dim")
     about = [run.description, f"{run.parameters:,} parameters" if run.parameters else "", run.mode, run.codec]
     text = view.link.text or " · ".join(filter(None, about))
-    return [title, Text(f" {text}", style="yellow" if view.link.text else "dim")]
+    lines = [title, Text(f" {text}", style="yellow" if view.link.text else "dim")]
+    if state.page:
+        lines.append(Text(f" the page is at {state.page}", style="dim"))
+    if state.said:
+        lines.append(Text(f" {state.said}", style="yellow"))
+    if run.message:
+        lines.append(Text(f" its owner says: {run.message}"))
+    return lines
 
 
 def _numbers(view: MonitorView, trends: Trends, columns: int) -> list[Text]:
@@ -258,41 +284,37 @@ def _numbers(view: MonitorView, trends: Trends, columns: int) -> list[Text]:
     return lines
 
 
-def _columns(columns: int) -> list[tuple[str, int]]:
-    widths = {
-        "peer": 13,
-        "on": 4,
-        "now": 8,
-        "smp/s": 7,
-        "epoch": 6,
-        "gave": 5,
-        "sent": 7,
-        "got": 7,
-        "drift": 7,
-        "reach": 5,
-    }
-    if columns >= 89:
-        widths["loss"] = 8
-    spare = columns - 1 - sum(widths.values()) - len(widths)
-    widths["peer"] += min(max(spare, 0), 24)
-    return list(widths.items())
+def _peer_table(peers: Sequence[PeerView], chosen: int, columns: int) -> list[Text]:
+    """Return a heading and a line for each peer. Where not everything fits, columns are left out, and names
+    are shortened last.
+    """
+    cells = [_cells(peer) for peer in peers]
+    widths = {name: max([len(name), *(len(row[name]) for row in cells)]) for name in _COLUMNS}
+    for name in _LEFT_OUT_FIRST:
+        if sum(widths.values()) + len(widths) <= columns:
+            break
+        del widths[name]
+    widths["peer"] -= max(sum(widths.values()) + len(widths) - columns, 0)
+    widths["peer"] = max(widths["peer"], _NAME_COLUMNS_MIN)
+    head = " ".join(_fit(name, width, left=name in _LEFT) for name, width in widths.items())
+    lines = [Text(f" {head}", style="dim")]
+    for place, (peer, row) in enumerate(zip(peers, cells, strict=True)):
+        line = Text("›" if place == chosen else " ", style="bold" if place == chosen else "")
+        for name, width in widths.items():
+            style = _STATE.get(peer.state, "") if name == "now" else "" if peer.fresh else "dim"
+            line.append(_fit(row[name], width, left=name in _LEFT), style=style)
+            line.append(" ")
+        if place == chosen:
+            line.stylize("reverse")
+        if peer.accused_by:
+            line.stylize("red")
+        lines.append(line)
+    return lines
 
 
-def _peer_head(columns: int) -> Text:
-    return Text(
-        " "
-        + " ".join(
-            _fit(name, width, left=place < 3) for place, (name, width) in enumerate(_columns(columns))
-        ),
-        style="dim",
-    )
-
-
-def _peer_line(peer: PeerView, columns: int, chosen: bool) -> Text:
-    cells = {
-        "peer": (f"{peer.name} {peer.short[-5:]}" if columns >= 100 else peer.name)
-        if peer.name
-        else peer.short,
+def _cells(peer: PeerView) -> dict[str, str]:
+    return {
+        "peer": f"{peer.name} {peer.short[-5:]}" if peer.name else peer.short,
         "on": peer.device.split(" ")[0],
         "now": peer.state if peer.fresh or peer.state in ("left", "lost") else f"{_ago(peer.age_s)} ago",
         "smp/s": (f"{peer.samples_per_s:,.0f}" + ("!" if peer.capped else "")) if peer.fresh else "-",
@@ -304,20 +326,10 @@ def _peer_line(peer: PeerView, columns: int, chosen: bool) -> Text:
         "reach": _reach(peer),
         "loss": _number(peer.loss),
     }
-    line = Text("›" if chosen else " ", style="bold" if chosen else "")
-    for place, (name, width) in enumerate(_columns(columns)):
-        style = _STATE.get(peer.state, "") if name == "now" else "" if peer.fresh else "dim"
-        line.append(_fit(cells[name], width, left=place < 3), style=style)
-        line.append(" ")
-    if chosen:
-        line.stylize("reverse")
-    if peer.accused_by:
-        line.stylize("red")
-    return line
 
 
 def _reach(peer: PeerView) -> str:
-    """Return how a peer is reached: whether it answers this monitor, else what it says itself."""
+    """Return how a peer is reached: whether it answers this monitor, else its own report."""
     said = _REACH.get(peer.reach.partition(" ")[0], "?")
     if peer.reached is not None and said != "relay":
         return "yes" if peer.reached else "no"
@@ -371,6 +383,10 @@ def _below(view: MonitorView, section: Section, rows: int) -> list[Text]:
         )
     elif section == "events":
         lines += [_event_line(one) for one in view.events[-(rows - 1) :]]
+    elif section == "leaders":
+        lines += [_leader_line(one, place) for place, one in enumerate(view.leaders[: rows - 1], 1)] or [
+            Text("  nobody has given anything yet that others have witnessed", style="dim")
+        ]
     elif section == "relays":
         lines += [_relay_line(relay) for relay in view.relays[: rows - 1]] or [
             Text("  no relay has answered this monitor", style="dim")
@@ -408,6 +424,11 @@ def _round_line(one: RoundView) -> Text:
     else:
         line.append(one.digest[:8], style="dim")
     return line
+
+
+def _leader_line(leader: LeaderView, place: int) -> Text:
+    name = f"{leader.name} {leader.short[-5:]}" if leader.name else leader.short
+    return Text(f" {place:>3}  {leader.samples:>15,} samples  {leader.rounds:>8,} rounds  {name}")
 
 
 def _relay_line(relay: RelayReport) -> Text:

@@ -36,7 +36,9 @@ class Result(Event):
 
 
 class Presentation:
-    """Describes the events of one command in words and draws them. The base class knows the common events."""
+    """Describes the events of one command in words and draws them. The base class handles the common
+    events.
+    """
 
     # events that a live view shows in its picture only, and not as a line
     picture_events: ClassVar[tuple[type[Event], ...]] = ()
@@ -64,7 +66,7 @@ class Presentation:
         return True
 
     def draw(self, event: Event) -> RenderableType | None:
-        """Return the picture after the event, or None if there is none or it stays as it is."""
+        """Return the picture after the event, or None if there is none or it does not change."""
         return None
 
 
@@ -121,9 +123,9 @@ class PlainOutput(Output):
 def _write_line(stream: TextIO, line: str) -> None:
     """Write a line and flush it.
 
-    It is one write, because events come from several threads (the trainer's, the network's, the one that
-    writes checkpoints) and must not mix in one line. When the reader of the output is gone, the main thread
-    ends the command; the work of another thread goes on.
+    A line is a single write, because events come from several threads (training, network, checkpoints) and
+    must not mix in one line. If the reader has closed the output, the main thread ends the command; other
+    threads ignore the error.
     """
     try:
         stream.write(line + "\n")
@@ -134,7 +136,7 @@ def _write_line(stream: TextIO, line: str) -> None:
 
 
 def output_kind(*, as_json: bool) -> Literal["json", "live", "plain"]:
-    """Return how a command shows its events, by its option --json and by its standard output."""
+    """Return the kind of output of a command, from its option --json and its standard output."""
     if as_json:
         return "json"
     return "live" if is_terminal(sys.stdout) else "plain"

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _ROWS_MAX = 20
 _NAMES_SHOWN = 8
-_TOTALS_EVERY = 10  # a log shows every tenth load, if samples were computed since the last one
+_TOTALS_EVERY = 10  # a log shows every tenth load event, if samples were computed since the last one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class Served(Event):
     experts: list[str]
     resumed: list[str]  # experts that were loaded from a checkpoint
     grid: str  # NAME@ID
-    created: bool  # by this command
+    created: bool  # True: created by this command
     expert_class: str
     parameters: int  # of one expert
     schema: str
@@ -68,7 +68,7 @@ class ServePresentation(Presentation):
         self._samples = 0
 
     def is_due(self, event: Event) -> bool:
-        """Show a load now and then, and only if samples were computed since."""
+        """Show a load event now and then, and only if samples were computed since the last one."""
         if not isinstance(event, ServerLoadShown):
             return True
         self._loads += 1

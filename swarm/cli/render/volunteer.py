@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from swarm.run.contributions import Given
 
 _EPOCH_LINE_S = 1.0  # shortest interval between the lines of two epochs in a log
-_CONTRIBUTION_LINE_S = 600.0  # the same for what was given
-_HISTORY_MAX = 10_000  # epochs in the line of losses
-_BAR = 30  # columns
-_FOOTER = "Ctrl-C leaves; the others go on."
+_CONTRIBUTION_LINE_S = 600.0  # the same for contributions
+_HISTORY_MAX = 10_000  # epochs in the graph of losses
+_BAR = 30  # width in columns
+_FOOTER = "Ctrl-C leaves; the others continue."
 
 
 class VolunteerPresentation(Presentation):
@@ -168,7 +168,7 @@ _MEMBERS = {
 
 def _run_description(event: events.RunFound) -> str:
     """Return what a volunteer sees before it agrees to train."""
-    # created with a later version: no peer of the swarm had the run any more
+    # created, although the version is not 1: no peer of the swarm had the run any more
     created = "created" if event.version == 1 else "created again:"
     first = created if event.created else "joining"
     if event.traffic_bytes_per_hour is None:
@@ -197,12 +197,14 @@ def _run_description(event: events.RunFound) -> str:
             f"  members   {_MEMBERS[event.members]}",
             f"  traffic   {traffic}",
             f"  swarm     {people}",
+            *(f"  pause     {one}" for one in event.pauses),
+            *([f"  its owner says: {event.message}"] if event.message else []),
         )
     )
 
 
 def given(sums: Given) -> str:
-    """Return what a machine gave, and what it cost."""
+    """Return the contributions of a machine, and their traffic and energy."""
     energy = f", {sums.joules / 3.6e6:.2f} kWh" if sums.joules >= 3.6e4 else ""
     traffic = f"{size(sums.sent_bytes)} sent, {size(sums.received_bytes)} received"
     return f"{sums.samples:,} samples in {duration(sums.seconds)} ({traffic}{energy})"

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -40,6 +40,8 @@ _CANDIDATES_MAX: Final = 64  # members considered for a key: those that certific
 _INTRODUCERS_MAX: Final = 8
 # Keys whose last reads are remembered. Too small: each read of a large grid's prefixes asks members.
 _KEYS_MAX: Final = 512
+# Too small: processor time; too large: records are written to members that have left or moved
+_HOLDERS_S: Final = 5.0
 _NAMING_MAX: Final = 8  # peers that are believed when they name members for a key
 _RUNS_MAX: Final = 256  # runs whose callers are remembered
 _CALLERS_MAX: Final = 64  # callers remembered for each run; the first ones stay
@@ -68,6 +70,16 @@ class _Read:
     # owners of the records that members had when asked last, with the expiration in µs
     owners: dict[Owner, int] = field(default_factory=dict)
     named: dict[PeerId, tuple[Contact, ...]] = field(default_factory=dict)  # by the peer that named them
+    holders: list[Contact] = field(default_factory=list)  # to which records of the key are written
+    holders_until_s: float = -math.inf  # until when they are not looked up again
+
+
+@dataclass(frozen=True, slots=True)
+class _Caller:
+    """When a peer asked about a run last, and the address prefix that it called from."""
+
+    asked_s: float
+    prefix: str
 
 
 class Companions:
@@ -88,9 +100,11 @@ class Companions:
             str, dict[PeerId, tuple[Contact, ...]]
         ] = {}  # by run and by the peer that named them
         self._reads: OrderedDict[Key, _Read] = OrderedDict()
+        # by run and place: its members when they were sorted last, and the others of them by their distance
+        self._sorted: OrderedDict[tuple[str, int], tuple[tuple[PeerId, ...], list[PeerId]]] = OrderedDict()
         self._introducers_asked_s: dict[str, float] = {}
-        # by run: the peers that asked about it, in order of their first question, with the time of the last
-        self._callers: dict[str, dict[PeerId, float]] = {}
+        # by run: the peers that asked about it, in order of their first question
+        self._callers: dict[str, dict[PeerId, _Caller]] = {}
         self._pruned_s = -math.inf
 
     def add_introducers(self, contacts: Iterable[Contact]) -> None:
@@ -101,10 +115,21 @@ class Companions:
 
     # ---- records of this peer's runs
 
-    def holders(self, key: Key) -> list[Contact]:
+    def holders(self, key: Key, now_s: float) -> list[Contact]:
         """Return the peers beside the replicas to which a record of a run is written: the nearest members.
-        When fewer than `HOLDERS` are known, introducers and the members that they named are added.
+        When fewer than `HOLDERS` are known, introducers and the members that they named are added. They are
+        looked up again after `_HOLDERS_S`: a run writes its records every second.
         """
+        read = self._reads.get(key)
+        if read is not None and now_s < read.holders_until_s:
+            return read.holders
+        found = self._find_holders(key)
+        if len(found) >= HOLDERS:
+            read = self._read(key)
+            read.holders, read.holders_until_s = found, now_s + _HOLDERS_S
+        return found
+
+    def _find_holders(self, key: Key) -> list[Contact]:
         run = circle_of(key)
         if run is None:
             return []
@@ -122,14 +147,8 @@ class Companions:
         run = circle_of(key)
         if run == _LISTING:
             return True
-        place = key.dht_id
-        distance = self._own.dht_id ^ place
         return any(
-            self._standing.is_member(self._own, one)
-            and all(
-                contact.peer_id.dht_id ^ place > distance
-                for contact in self._nearest(one, place)[HOLDERS - 1 :]
-            )
+            self._standing.is_member(self._own, one) and self._is_among_nearest(one, key.dht_id)
             for one in self._runs(run)
         )
 
@@ -163,7 +182,7 @@ class Companions:
         """Return whether an answer with the records of `owners` should be compared with that of a member."""
         if circle_of(key) is None or self.is_checked(key, owners, now_s, now_us):
             return False
-        return bool(self.holders(key))
+        return bool(self.holders(key, now_s))
 
     def is_checked(self, key: Key, owners: Collection[Owner], now_s: float, now_us: int) -> bool:
         """Return whether members were asked recently, and everything that they had then was found again."""
@@ -222,10 +241,32 @@ class Companions:
 
     def _nearest(self, run: str, place: int, but: PeerId | None = None) -> list[Contact]:
         """Return the `HOLDERS` callable members of a run that are nearest to a place."""
-        members = self._standing.members(run)[:_CANDIDATES_MAX]
-        members.sort(key=lambda peer: peer.dht_id ^ place)
-        others = (peer for peer in members if peer not in (self._own, but))
+        others = (peer for peer in self._by_distance(run, place) if peer != but)
         return list(itertools.islice(self._reachable(others), HOLDERS))
+
+    def _is_among_nearest(self, run: str, place: int) -> bool:
+        """Return whether fewer than `HOLDERS` callable members of a run are nearer to a place than this
+        peer.
+        """
+        distance = self._own.dht_id ^ place
+        nearer = [peer for peer in self._by_distance(run, place) if peer.dht_id ^ place < distance]
+        return (
+            len(nearer) < HOLDERS or len(list(itertools.islice(self._reachable(nearer), HOLDERS))) < HOLDERS
+        )
+
+    def _by_distance(self, run: str, place: int) -> list[PeerId]:
+        """Return the other members of a run that are considered for a place, the nearest first. They are
+        sorted again only when other members are named: each write and most reads ask for them.
+        """
+        members = self._standing.members(run, _CANDIDATES_MAX)
+        known = self._sorted.get((run, place))
+        if known is None or known[0] != members:
+            others = (peer for peer in members if peer != self._own)
+            known = members, sorted(others, key=lambda peer: peer.dht_id ^ place)
+            self._sorted[run, place] = known
+            if len(self._sorted) > _KEYS_MAX:
+                self._sorted.popitem(last=False)
+        return known[1]
 
     def _believed(self, key: Key) -> list[Contact]:
         """Return this peer's introducers, and the members that they named for a key."""
@@ -248,31 +289,34 @@ class Companions:
 
     # ---- questions of others
 
-    def on_question(self, run: str, caller: PeerId, now_s: float) -> None:
-        """Remember that a peer has asked about a run: it takes part in it, or wants to."""
-        if run not in self._callers and len(self._callers) >= _RUNS_MAX:
+    def on_question(self, run: str, caller: PeerId, now_s: float, prefix: str = "") -> None:
+        """Remember that a peer has asked about a run: it takes part in it, or wants to. Peers of one address
+        prefix are remembered as a quarter of the callers of a run, and for a quarter of the runs.
+        """
+        if run not in self._callers and self._has_no_place_for_a_run(prefix):
             if now_s - self._pruned_s < INTRODUCER_INTERVAL_S:
                 return
             self._pruned_s = now_s
-            self._callers = {
-                name: callers
-                for name, callers in self._callers.items()
-                if any(now_s - asked_s < CALLER_S for asked_s in callers.values())
-            }
-            if len(self._callers) >= _RUNS_MAX:
+            live = {name: _live(callers, now_s) for name, callers in self._callers.items()}
+            self._callers = {name: callers for name, callers in live.items() if callers}
+            if self._has_no_place_for_a_run(prefix):
                 return
-        callers = self._callers.setdefault(run, {})
-        if caller not in callers and len(callers) >= _CALLERS_MAX:
-            gone = [peer for peer, asked_s in callers.items() if now_s - asked_s >= CALLER_S]
-            if not gone:
+        callers = self._callers.get(run, {})
+        if caller not in callers and _is_full([one.prefix for one in callers.values()], _CALLERS_MAX, prefix):
+            callers = _live(callers, now_s)
+            if _is_full([one.prefix for one in callers.values()], _CALLERS_MAX, prefix):
                 return
-            del callers[gone[0]]
-        callers[caller] = now_s
+        callers[caller] = _Caller(now_s, prefix)
+        self._callers[run] = callers
+
+    def _has_no_place_for_a_run(self, prefix: str) -> bool:
+        first = [next(iter(callers.values())).prefix for callers in self._callers.values()]
+        return _is_full(first, _RUNS_MAX, prefix)
 
     def members_for(self, key: Key, caller: PeerId, now_s: float) -> list[Contact]:
         """Return the members of a run to name to a caller: those nearest to the key. A peer that is no member
-        and knows none names the peers that have asked about the run for the longest time. A member that knows
-        no other member names nobody.
+        and knows none names the peers that have asked about the run for the longest time, of each address
+        prefix in turn. A member that knows no other member names nobody.
         """
         run = circle_of(key)
         if run is None:
@@ -280,6 +324,26 @@ class Companions:
         members = [one for near in self._near(run, key, caller) for one in near]
         if members or run == _EXPERTS or self._standing.is_member(self._own, run):
             return members[:NAMED_MAX]
-        callers = self._callers.get(run, {})
-        live = [peer for peer, s in callers.items() if now_s - s < CALLER_S and peer != caller]
-        return list(itertools.islice(self._reachable(live), NAMED_MAX))
+        live = _live(self._callers.get(run, {}), now_s)
+        live.pop(caller, None)
+        return list(itertools.islice(self._reachable(_in_turns(live)), NAMED_MAX))
+
+
+def _live(callers: Mapping[PeerId, _Caller], now_s: float) -> dict[PeerId, _Caller]:
+    """Return the callers that have not left the run, in their order."""
+    return {peer: one for peer, one in callers.items() if now_s - one.asked_s < CALLER_S}
+
+
+def _in_turns(callers: Mapping[PeerId, _Caller]) -> list[PeerId]:
+    """Return the callers with the first one of each address prefix first, then the second ones, and so on."""
+    counts: Counter[str] = Counter()
+    places = {}
+    for peer, one in callers.items():
+        places[peer] = counts[one.prefix]
+        counts[one.prefix] += 1
+    return sorted(places, key=lambda peer: places[peer])
+
+
+def _is_full(prefixes: Sequence[str], places: int, prefix: str) -> bool:
+    """Return whether no place is left, or none for a prefix, by the prefixes that have the others."""
+    return len(prefixes) >= places or prefixes.count(prefix) >= places // 4

@@ -22,7 +22,7 @@ from swarm.core.ids import Key
 from swarm.dht.logic.blobs import is_blob_key
 from swarm.dht.logic.records import TTL_MAX_US, VALUE_BYTES_MAX, Record, decode_value, is_run_namespace
 from swarm.dht.logic.rules import NamespaceRules
-from swarm.dht.logic.run_rules import RUN_RULES
+from swarm.dht.logic.run_rules import CATALOGUE, CATALOGUE_RULES, RUN_RULES
 
 _RULES_MAX = 1024
 _FOUND_MAX = 1024  # keys whose rules are remembered
@@ -67,6 +67,8 @@ class Namespaces:
         for (namespace, name), rules in self._registered.items():
             if namespace == key.namespace and fnmatch.fnmatchcase(key.name, name):
                 yield rules
+        if key.namespace == CATALOGUE:
+            yield CATALOGUE_RULES
         if is_run_namespace(key.namespace):
             yield from (rules for rules in RUN_RULES if fnmatch.fnmatchcase(key.name, rules.name))
 

@@ -155,3 +155,17 @@ RUN_RULES: tuple[NamespaceRules, ...] = (
         entries_per_writer_max=1,
     ),
 )
+
+CATALOGUE = "catalogue"  # the namespace in which members of open runs list them
+CATALOGUE_SHARDS = 16  # its keys: a constant of the protocol
+# swarm.run.catalogue: for each run one entry of a member, under the run's id.
+CATALOGUE_RULES = NamespaceRules(
+    schema=Table(
+        {"name": Text(63), "owner": Binary(64), "addresses": _ADDRESSES},
+        optional={"recovery_key": Binary(64)},
+    ),
+    value_bytes_max=_CONTACT_BYTES_MAX,
+    ttl_s_max=_TTL_S_MAX,
+    entries_per_writer_max=4,
+    entries_max=256,
+)

@@ -23,6 +23,7 @@ from swarm.core.ids import Key, PeerId
 from swarm.core.standing import PeerStanding
 from swarm.dht.logic.blobs import VERSION_STEP_MAX, is_within_step
 from swarm.dht.logic.records import Owner, Record
+from swarm.dht.logic.run_rules import CATALOGUE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +150,8 @@ class Storage:
             record,
             far,
             not self._standing.is_member(record.writer, record.run),
-            record.size_bytes * (record.expiration_us - now_us),
+            # what is in the catalogue stays there: entries are small, and a flood must not push out others
+            0 if record.key.namespace == CATALOGUE else record.size_bytes * (record.expiration_us - now_us),
         )
         evicted: list[tuple[Key, Owner, _Slot]] = []
         while (refusal := self._quota_refusal(slot, old)) is not None:

@@ -264,7 +264,7 @@ class ManyWrites:
     def _beside_replicas(self, key: Key) -> list[Contact]:
         own = self._overlay.own()
         holds = bool(own.addresses) and self._companions.is_holder(key)
-        return [*self._companions.holders(key), *([own] if holds else [])]
+        return [*self._companions.holders(key, self._overlay.clock.monotonic_s()), *([own] if holds else [])]
 
     def store_unplaced(self) -> None:
         """Store the records that no other peer has taken on this peer, if others can reach it: newcomers get

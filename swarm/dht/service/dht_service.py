@@ -415,7 +415,7 @@ class DhtService:
     async def _store(self, record: Record, timeout_s: float) -> StoreResult:
         self.reader.invalidate(record.key)
         previous_us = 0 if record.is_blob else self._issued.previous_us(record)
-        companions = self.companions.holders(record.key)
+        companions = self.companions.holders(record.key, self.overlay.clock.monotonic_s())
         write = PendingWrite(self.overlay, record, companions, previous_us)
         verdicts = write.verdicts
         try:

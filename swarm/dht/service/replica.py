@@ -32,8 +32,10 @@ from swarm.dht.service.wire import (
     record_to_wire,
     without_known,
 )
+from swarm.net.callers import caller_host
 from swarm.net.contacts import contact_to_wire, sender_from_wire
 from swarm.net.rpc import Handlers
+from swarm.net.scope import prefix_of
 from swarm.wire.dht_pb2 import (
     DhtFindQuery,
     DhtFindReply,
@@ -272,7 +274,7 @@ class ReplicaStore:
         """Return members of a run to name to a caller, who takes part in the run from now on."""
         now_s, run = self._overlay.clock.monotonic_s(), circle_of(key)
         if run is not None:
-            self._companions.on_question(run, caller, now_s)
+            self._companions.on_question(run, caller, now_s, prefix_of(caller_host()))
         return [contact_to_wire(one) for one in self._companions.members_for(key, caller, now_s)]
 
     async def _on_store(self, caller: PeerId, request: DhtStoreRequest) -> DhtStoreReply:

@@ -1,1 +1,1 @@
-"""The protocols of libp2p that a host speaks, without I/O, clock and chance."""
+"""The libp2p protocols of a host, without I/O, clock or randomness."""

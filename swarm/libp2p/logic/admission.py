@@ -1,4 +1,4 @@
-"""How many connections, handshakes and streams a host has at a time: in all, of one network, of one peer.
+"""Limits of a host's simultaneous connections, handshakes and streams: in total, per network and per peer.
 Pure.
 """
 
@@ -11,14 +11,15 @@ from swarm.core.ids import PeerId
 from swarm.net.scope import prefix_of
 
 CONNECTIONS_MAX = 512  # 28 kB each
-CONNECTIONS_PER_PREFIX_MAX = 64  # of strangers that came in from one /24 (IPv6: /48), or through one relay
-CONNECTIONS_PER_PEER_MAX = 4  # two peers that dial each other, directly and through a relay, have four
-HANDSHAKES_MAX = 64  # begun by strangers and not finished: each costs 2 ms of processor time
+# incoming connections of strangers from one /24 (IPv6: /48), or through one relay
+CONNECTIONS_PER_PREFIX_MAX = 64
+CONNECTIONS_PER_PEER_MAX = 4  # two peers that dial each other, directly and through a relay, need four
+HANDSHAKES_MAX = 64  # unfinished handshakes that strangers began; each costs 2 ms of processor time
 HANDSHAKES_PER_PREFIX_MAX = 16
-# Through one relay, which this peer has chosen, come those of many networks. Fewer: the leader of a group of
-# hidden peers refuses members that call it at once.
+# Handshakes through a relay, which this peer has chosen, come from many networks. If it were smaller, the
+# leader of a group of hidden peers would refuse members that call it at the same time.
 HANDSHAKES_PER_RELAY_MAX = 32
-HANDLERS_MAX = 2048  # streams of others that are being served
+HANDLERS_MAX = 2048  # streams of other peers in service
 HANDLERS_PER_PREFIX_MAX = 512
 
 _RELAYED = "relay "
@@ -27,12 +28,14 @@ T = TypeVar("T", str, PeerId)
 
 
 def through(relay: PeerId | None) -> str:
-    """Return the name under which limits count the connections through a relay."""
+    """Return the name under which connections through a relay are counted."""
     return f"{_RELAYED}{relay}"
 
 
 class ConnectionCounts:
-    """The counts. A method that counts something returns why the limits forbid it, or an empty text."""
+    """Counts of connections, handshakes and streams. A method that counts one returns the reason if a limit
+    forbids it, otherwise an empty text.
+    """
 
     def __init__(self) -> None:
         self._handshakes: Counter[str] = Counter()
@@ -44,7 +47,7 @@ class ConnectionCounts:
         self._serving = 0
 
     def begin(self, host: str) -> str:
-        """Count a handshake that somebody at this host wants to begin."""
+        """Count a handshake that a peer at this address begins."""
         prefix = prefix_of(host)
         if self._handshaking >= HANDSHAKES_MAX:
             return f"{HANDSHAKES_MAX} handshakes are under way"
@@ -60,13 +63,13 @@ class ConnectionCounts:
         return ""
 
     def end(self, host: str) -> None:
-        """Note that a handshake is over, whether it succeeded or not."""
+        """Record the end of a handshake, successful or not."""
         _decrease(self._handshakes, prefix_of(host))
         self._handshaking -= 1
 
     def join(self, peer_id: PeerId, host: str, *, is_client: bool) -> str:
-        """Count a connection. Those that this side has opened (`is_client`) have no limit for their
-        network.
+        """Count a connection. The limit per network does not apply to connections that this side has opened
+        (`is_client`).
         """
         prefix = prefix_of(host)
         if self._connections >= CONNECTIONS_MAX:
@@ -82,14 +85,14 @@ class ConnectionCounts:
         return ""
 
     def leave(self, peer_id: PeerId, host: str, *, is_client: bool) -> None:
-        """Note that a connection which was counted has ended."""
+        """Record the end of a counted connection."""
         self._connections -= 1
         _decrease(self._peers, peer_id)
         if not is_client:
             _decrease(self._prefixes, prefix_of(host))
 
     def serve(self, host: str) -> str:
-        """Count a stream that a peer at this host has opened."""
+        """Count a stream that a peer at this address has opened."""
         prefix = prefix_of(host)
         if self._serving >= HANDLERS_MAX:
             return f"{HANDLERS_MAX} streams are being served"
@@ -100,7 +103,7 @@ class ConnectionCounts:
         return ""
 
     def served(self, host: str) -> None:
-        """Note that a stream which was counted is over."""
+        """Record the end of a counted stream."""
         _decrease(self._handlers, prefix_of(host))
         self._serving -= 1
 

@@ -1,7 +1,7 @@
 """libp2p's kad-dht, as a client: messages, and the search for the peers nearest to a key. Pure.
 
-Runs are found under their names there: peers that can be called are providers of the key that follows from
-the name. Nothing else is used of it. Anybody can provide any key, so a provider is a hint.
+Runs are found by name: peers that can be called are providers of the key that is derived from the name. No
+other function of the DHT is used. Anybody can provide any key, so a provider is only a hint.
 
 Source: libp2p specification "Kademlia DHT".
 """
@@ -19,18 +19,18 @@ from swarm.libp2p.logic.messages import decode_address, encode_address, fields, 
 
 KAD_PROTOCOL = "/ipfs/kad/1.0.0"
 MESSAGE_BYTES_MAX = 256 << 10
-NEAREST = 20  # peers that hold a key, by the specification
-PARALLEL = 3  # questions at a time, likewise
-ASKED_MAX = 60  # peers in one search
+NEAREST = 20  # number of peers that hold a key (specification: k)
+PARALLEL = 3  # simultaneous queries (specification: alpha)
+ASKED_MAX = 60  # limit of peers queried in one search
 PROVIDERS_MAX = 16
-_CLOSER_MAX = 20  # peers that are taken from one answer
+_CLOSER_MAX = 20  # limit of peers taken from one answer
 _KNOWN_MAX = 512
 _TLS_HTTP = varint(448) + varint(480)  # the end of a gRPC port's multiaddr
 _SHA2_256 = bytes.fromhex("1220")  # the beginning of a multihash
 
 
 class KadKind(IntEnum):
-    """The requests that are used."""
+    """The message types that this client uses."""
 
     ADD_PROVIDER = 2
     GET_PROVIDERS = 3
@@ -46,12 +46,12 @@ class KadAnswer:
 
 
 def run_key(run: str) -> bytes:
-    """Return the key under which the peers of a run are found, by its name or id: a multihash."""
+    """Return the key of a run's peers, a multihash of the run's name or id."""
     return _SHA2_256 + hashlib.sha256(b"swarm run " + run.encode()).digest()
 
 
 def encode_question(kind: KadKind, key: bytes, provider: Contact | None = None) -> bytes:
-    """Return a message. `provider`: with ADD_PROVIDER this peer, with the addresses of its gRPC port."""
+    """Encode a request. `provider`: for ADD_PROVIDER, this peer with the addresses of its gRPC port."""
     message = b"\x08" + varint(kind) + _field(2, key)
     if provider is not None:
         # host names are left out
@@ -70,7 +70,7 @@ def decode_answer(data: bytes) -> KadAnswer:
         if number not in (8, 9) or not isinstance(value, bytes):
             continue
         if number == 9 and len(providers) == PROVIDERS_MAX:
-            break  # somebody has added many; those nearer stand before them
+            break  # a server may add many peers; the nearest come first
         found = _peer(value, is_grpc=number == 9)
         if found is not None and number == 8 and len(closer) < _CLOSER_MAX:
             closer.append(found)
@@ -80,7 +80,7 @@ def decode_answer(data: bytes) -> KadAnswer:
 
 
 class ServerSearch:
-    """A search for the servers that are nearest to a key: which to ask next, and when to stop."""
+    """A search for the servers nearest to a key: decides which to query next, and when to stop."""
 
     def __init__(self, key: bytes, start: Iterable[Contact]) -> None:
         self._place = int.from_bytes(hashlib.sha256(key).digest(), "big")
@@ -91,15 +91,13 @@ class ServerSearch:
         self.learn(start)
 
     def learn(self, peers: Iterable[Contact]) -> None:
-        """Take peers that may be near to the key."""
+        """Add candidates that may be near the key."""
         for one in peers:
             if one.addresses and (one.peer_id in self._known or len(self._known) < _KNOWN_MAX):
                 self._known.setdefault(one.peer_id, one)
 
     def due(self) -> list[Contact]:
-        """Return which to ask now: the nearest of those that were not asked, unless enough of them have
-        answered.
-        """
+        """Return the peers to query now: the nearest that were not queried, unless enough have answered."""
         live = [one for one in self._sorted() if one not in self._asked or self._is_useful(one)]
         wanted = [self._known[one] for one in live[:NEAREST] if one not in self._asked]
         room = min(PARALLEL - len(self._waiting), ASKED_MAX - len(self._asked))
@@ -109,18 +107,18 @@ class ServerSearch:
         return chosen
 
     def on_answer(self, peer: PeerId, closer: Iterable[Contact]) -> None:
-        """Take the answer of an asked peer."""
+        """Process the answer of a peer."""
         self._waiting.discard(peer)
         self._answered.add(peer)
         self.learn(closer)
 
     def on_failure(self, peer: PeerId) -> None:
-        """Note that an asked peer gave no answer."""
+        """Record that a peer did not answer."""
         self._waiting.discard(peer)
 
     @property
     def nearest(self) -> list[Contact]:
-        """Return those that have answered, the nearest first, at most as many as hold a key."""
+        """Return the peers that have answered, nearest first, at most `NEAREST`."""
         return [self._known[one] for one in self._sorted() if one in self._answered][:NEAREST]
 
     def _is_useful(self, peer: PeerId) -> bool:
@@ -144,7 +142,7 @@ def _peer(data: bytes, *, is_grpc: bool) -> Contact | None:
 
 
 def _decoded(data: bytes, *, is_grpc: bool) -> Sequence[Address]:
-    """Return the address of a multiaddr that is a gRPC port's, or a plain TCP port; otherwise none."""
+    """Return the address of a multiaddr of a gRPC port or a plain TCP port; None for any other."""
     try:
         address = decode_address(data)
     except PeerError:

@@ -1,8 +1,8 @@
 """The messages of libp2p's control protocols, decoded from untrusted bytes with bounds.
 
-They are protobuf on the wire. Their few fields are read here by hand, because the `type` of a circuit message
-must be written even where it is 0, which py-libp2p's generated classes leave out (js-libp2p refuses it then),
-and because nothing is kept of what is not needed.
+They are protobuf on the wire. Their few fields are decoded by hand for two reasons. The `type` of a circuit
+message must be written even if it is 0: py-libp2p's generated classes omit it, and js-libp2p then refuses the
+message. And fields that are not needed are not stored.
 
 Sources: libp2p specifications "Circuit RelayState v2", "Direct Connection Upgrade through Relay", "Identify"
 and "Addressing".
@@ -23,7 +23,7 @@ STOP_PROTOCOL = "/libp2p/circuit/relay/0.2.0/stop"
 IDENTIFY_PROTOCOL = "/ipfs/id/1.0.0"
 PING_PROTOCOL = "/ipfs/ping/1.0.0"
 PUNCH_PROTOCOL = "/libp2p/dcutr"
-MESSAGE_BYTES_MAX = 4096  # of a circuit message, by the specification
+MESSAGE_BYTES_MAX = 4096  # size of a circuit message (specification)
 IDENTIFY_BYTES_MAX = 16 << 10
 _FIELDS_MAX = 256
 _VARINT_BYTES_MAX = 10
@@ -61,7 +61,7 @@ class StopKind(IntEnum):
 
 
 class PunchKind(IntEnum):
-    """The messages about hole punching: addresses of both peers, and the sign to dial."""
+    """The messages of hole punching: addresses of both peers, and the signal to dial."""
 
     CONNECT = 100
     SYNC = 300
@@ -99,7 +99,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class HolePunch:
-    """A message about hole punching. `addresses`: multiaddrs at which its sender can be dialed now."""
+    """A message of hole punching. `addresses`: multiaddrs at which its sender can be dialed now."""
 
     kind: PunchKind
     addresses: tuple[bytes, ...] = ()
@@ -306,7 +306,7 @@ def decode_punch(data: bytes) -> HolePunch:
 
 
 def encode_identify(message: Identify) -> bytes:
-    """Encode what a peer says about itself, without its length."""
+    """Encode a peer's description of itself, without its length."""
     out = _field(1, message.public_key) if message.public_key else b""
     out += b"".join(_field(2, one) for one in message.addresses)
     out += b"".join(_field(3, one.encode()) for one in message.protocols)
@@ -316,7 +316,7 @@ def encode_identify(message: Identify) -> bytes:
 
 
 def decode_identify(data: bytes) -> Identify:
-    """Decode what a peer says about itself. Raises PeerError when it is malformed."""
+    """Decode a peer's description of itself. Raises PeerError when it is malformed."""
     agent, observed, public_key = "", b"", b""
     protocols: list[str] = []
     addresses: list[bytes] = []

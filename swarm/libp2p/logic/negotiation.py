@@ -1,4 +1,4 @@
-"""multistream-select: how two ends of a connection or stream agree on a protocol. Encoding and limits.
+"""multistream-select, with which two ends of a connection or stream agree on a protocol: encoding and limits.
 
 Every message is a line: its length as a varint, the text, and a newline. Source: libp2p specification
 "Connection establishment", multistream-select 1.0.0.
@@ -11,8 +11,8 @@ from swarm.libp2p.logic.messages import varint
 
 MULTISTREAM = "/multistream/1.0.0"
 UNKNOWN = "na"
-LINE_BYTES_MAX = 256  # no protocol of this host has a name half as long
-PROPOSALS_MAX = 16  # that a peer may make before its stream is given up
+LINE_BYTES_MAX = 256  # more than twice the longest protocol name of this host
+PROPOSALS_MAX = 16  # proposals of a peer before its stream is closed
 
 
 def encode_line(text: str) -> bytes:
@@ -22,10 +22,10 @@ def encode_line(text: str) -> bytes:
 
 
 def decode_line(raw: bytes) -> str:
-    """Decode one message, without its length. Raises PeerError when it is no line of printable text."""
+    """Decode one message, without its length. Raises PeerError if it is not a line of printable text."""
     text = raw[:-1].decode(errors="replace")
     if not raw.endswith(b"\n") or not text.isprintable():
-        raise PeerError("it sent no line of text where a protocol is agreed on")
+        raise PeerError("it did not send a line of text during protocol negotiation")
     return text
 
 
@@ -44,7 +44,7 @@ class Answerer:
         """
         if not self._greeted:
             if text != MULTISTREAM:
-                raise PeerError(f"it does not speak multistream-select 1.0.0, but said {text[:40]!r}")
+                raise PeerError(f"it does not speak multistream-select 1.0.0, but sent {text[:40]!r}")
             self._greeted = True
             return encode_line(MULTISTREAM)
         self._proposals += 1

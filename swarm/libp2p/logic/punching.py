@@ -1,4 +1,4 @@
-"""When to try to punch a hole to a peer: one attempt at a time, and pauses after failures. Pure; times are
+"""Schedule of hole punching attempts: one at a time per peer, with pauses after failures. Pure; times are
 seconds, passed in.
 """
 
@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from swarm.core.backoff import backoff_s
 from swarm.core.ids import PeerId
 
-SLACK_S = 30.0  # by which the other end may be earlier: its pause began when its own attempt was over
-ATTEMPTS_MAX = 16  # at a time: each dials for seconds
-PEERS_MAX = 1024  # whose failures are remembered; the one that was tried longest ago is forgotten
+# the other end may try this much earlier, because its pause began with the end of its own attempt
+SLACK_S = 30.0
+ATTEMPTS_MAX = 16  # simultaneous attempts; each dials for seconds
+PEERS_MAX = 1024  # peers whose failures are remembered; the one that was tried longest ago is forgotten
 
 
 def pause_s(failures: int) -> float:
@@ -45,8 +46,8 @@ class Punches:
         return tries.not_before_s if tries is not None else -math.inf
 
     def begin(self, peer_id: PeerId, now_s: float, *, is_asked: bool) -> str:
-        """Begin an attempt, and return an empty text, or why there must be none. `is_asked`: the peer wants
-        it. Each `begin` that returns an empty text has its `end`.
+        """Begin an attempt and return an empty text, or return the reason why it must not begin. `is_asked`:
+        the peer requested it. Each `begin` that returns an empty text must be followed by `end`.
         """
         if peer_id in self._running:
             return "another attempt is under way"
@@ -64,13 +65,13 @@ class Punches:
         return ""
 
     def give_way(self, peer_id: PeerId) -> None:
-        """End this side's attempt before anybody was dialed, so that another one can begin now."""
+        """End this side's attempt before dialing, so that another attempt can begin now."""
         self._running.discard(peer_id)
         if peer_id in self._peers:
             self._peers[peer_id].not_before_s = -math.inf
 
     def end(self, peer_id: PeerId, now_s: float, *, has_worked: bool) -> None:
-        """Note how an attempt has ended."""
+        """Record the result of an attempt."""
         self._running.discard(peer_id)
         if has_worked:
             self._peers.pop(peer_id, None)

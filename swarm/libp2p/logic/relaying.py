@@ -2,13 +2,11 @@
 seconds of a clock that never jumps.
 
 A peer that nobody can call keeps a reservation at a relay; others ask the relay for a circuit to it. The
-relay decides by what it knows itself (who is at the other end of the connection), never by what a message
-says.
+relay decides by the authenticated peer at the other end of the connection, never by the content of a message.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import dataclass
 
@@ -22,18 +20,22 @@ from swarm.net.scope import prefix_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelayLimits:
-    """The limits within which the owner of a relay lets it work."""
+    """Limits that the owner of a relay sets."""
 
-    reservations_max: int = 128  # strangers get half of these and of the circuits, where members are known
-    reservations_per_prefix_max: int = 32  # of one /24 (IPv6: /48)
+    # if members are known, strangers get at most half of these and of the circuits
+    reservations_max: int = 128
+    reservations_per_prefix_max: int = 32  # reservations from one /24 (IPv6: /48)
     reservation_s: float = 3600.0
-    # Each holds at most two windows of 256 KiB here, and what a host holds is limited. In a group of hidden
-    # peers each calls each: 20 need 190 to 380, and 19 of them call the leader.
+    # Each circuit buffers at most two windows of 256 KiB here, and the host limits all buffers. In a group of
+    # hidden peers each calls each: 20 peers need 190 to 380 circuits, of which 19 end at the leader.
     circuits_max: int = 1024
-    circuits_per_peer_max: int = 64  # that a peer calls with, and that it is called with
+    # circuits in which a peer calls, and circuits in which it is called, each
+    circuits_per_peer_max: int = 64
     circuit_s: float = 3600.0
-    bytes_per_s: float = 6.25e6  # of all circuits in both directions: 50 Mbit/s
-    circuit_bytes_per_s: float = math.inf
+    bytes_per_s: float = 6.25e6  # throughput of all circuits in both directions: 50 Mbit/s
+    # Peers that train send the parts of a round at once and nothing before the next: the rate that they left
+    # unused for up to this time is theirs then.
+    burst_s: float = 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +45,6 @@ class Circuit:
     caller: PeerId
     target: PeerId
     until_s: float
-    bucket: Bucket | None
     carried_bytes: int = 0
 
 
@@ -73,7 +74,7 @@ class RelayState:
         self._circuits: set[Circuit] = set()
         self._calls: Counter[PeerId] = Counter()  # circuits by caller
         self._called: Counter[PeerId] = Counter()  # circuits by target
-        self._bucket = Bucket(limits.bytes_per_s)
+        self._bucket = Bucket(limits.bytes_per_s, limits.burst_s)
         self.carried_bytes = 0
         self.refused: Counter[Status] = Counter()
 
@@ -88,7 +89,7 @@ class RelayState:
         return list(self._reservations)
 
     def counts(self, now_s: float) -> RelayCounts:
-        """Return what this relay has done and does."""
+        """Return counts of this relay's past and present work."""
         reserved = len(self.reservations(now_s))
         return RelayCounts(reserved, self.circuits, self.carried_bytes, self.refused.total())
 
@@ -129,16 +130,14 @@ class RelayState:
             return self._refuse(
                 Status.RESOURCE_LIMIT_EXCEEDED, f"{of_peer} circuits of a peer, or {limit} of all, are open"
             )
-        rate = self.limits.circuit_bytes_per_s
-        bucket = Bucket(rate) if rate < math.inf else None
-        circuit = Circuit(caller, target, now_s + self.limits.circuit_s, bucket)
+        circuit = Circuit(caller, target, now_s + self.limits.circuit_s)
         self._circuits.add(circuit)
         self._calls[caller] += 1
         self._called[target] += 1
         return RelayAnswer(Status.OK, circuit=circuit)
 
     def end(self, circuit: Circuit) -> None:
-        """Note that a circuit has ended, or was never opened. Idempotent."""
+        """Record that a circuit has ended or could not be opened. Idempotent."""
         if circuit not in self._circuits:
             return
         self._circuits.remove(circuit)
@@ -148,11 +147,10 @@ class RelayState:
                 del counts[peer_id]
 
     def pass_s(self, circuit: Circuit, size: int, now_s: float) -> float:
-        """Account for bytes of a circuit, and return how many seconds to wait before they are sent on."""
+        """Account for bytes of a circuit. Return the seconds to wait before they are forwarded."""
         circuit.carried_bytes += size
         self.carried_bytes += size
-        own_s = circuit.bucket.pass_s(size, now_s) if circuit.bucket is not None else 0.0
-        return max(own_s, self._bucket.pass_s(size, now_s))
+        return self._bucket.pass_s(size, now_s)
 
     def _share(self, limit: int, is_member: bool) -> int:
         return limit if is_member or not self._standing.has_members() else limit // 2

@@ -1,7 +1,8 @@
-"""At which relays a peer that nobody can call keeps its reservations. Pure; times are seconds, passed in.
+"""Choose the relays at which a peer that nobody can call keeps reservations. Pure; times are seconds, passed
+in.
 
-It holds two, in different networks where there are such relays, renews each at half its life, and asks
-another relay as soon as one is gone. A relay that has failed is asked again after a pause that doubles.
+The peer holds two reservations, in different networks if possible. It renews each at half its lifetime, and
+asks another relay as soon as one is lost. A relay that has failed is asked again after a pause that doubles.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from swarm.core.backoff import backoff_s
 from swarm.core.ids import Contact, PeerId
 from swarm.net.scope import network_of
 
-WANTED = 2  # more would cost relays; with one, nobody could call while it is replaced
-RELAYS_MAX = 32  # that are known at a time
-LIFE_S_MIN, LIFE_S_MAX = 60.0, 7200.0  # that a relay's answer is believed
+WANTED = 2  # more would load relays; with one, the peer could not be called while it is replaced
+RELAYS_MAX = 32  # known relays
+LIFE_S_MIN, LIFE_S_MAX = 60.0, 7200.0  # bounds of the lifetime that a relay's answer may claim
 _PAUSE_FIRST_S, _PAUSE_MAX_S = 1.0, 300.0
 
 
@@ -27,7 +28,7 @@ class _Known:
     failures: int = 0
     not_before_s: float = -math.inf
     asking: bool = False
-    until_s: float = -math.inf  # of the reservation
+    until_s: float = -math.inf  # expiration of the reservation
     renew_s: float = math.inf
 
     @property
@@ -36,7 +37,7 @@ class _Known:
 
 
 class Reservations:
-    """The relays that are known, and the reservations at them."""
+    """The known relays, and the reservations at them."""
 
     def __init__(self) -> None:
         self._relays: dict[PeerId, _Known] = {}
@@ -44,8 +45,8 @@ class Reservations:
     def offer(
         self, relays: Iterable[Contact], round_trip_s: Callable[[PeerId], float] = lambda peer_id: math.inf
     ) -> None:
-        """Learn of relays. Beyond 32, those are forgotten that have failed most and are not in use.
-        `round_trip_s` returns what is known about their latency before they are asked.
+        """Learn of relays. Above 32, unused relays with the most failures are forgotten. `round_trip_s`
+        returns what is known about their latency before they are asked.
         """
         for contact in relays:
             known = self._relays.get(contact.peer_id)
@@ -65,7 +66,7 @@ class Reservations:
         return [one.contact for one in self._relays.values() if one.until_s > now_s]
 
     def due(self, now_s: float) -> list[Contact]:
-        """Return the relays to ask now. Each is being asked from now on, until `granted` or `failed`."""
+        """Return the relays to ask now. Each counts as being asked until `granted` or `failed` is called."""
         known = list(self._relays.values())
         for one in known:
             if one.until_s <= now_s:
@@ -84,7 +85,7 @@ class Reservations:
         return [one.contact for one in chosen]
 
     def next_s(self, now_s: float) -> float:
-        """Return when `due` will return relays next if nothing happens before; infinity: never."""
+        """Return the time at which `due` will next return relays if nothing else happens; infinity: never."""
         times = [math.inf]
         for one in self._relays.values():
             if not one.asking:
@@ -92,7 +93,7 @@ class Reservations:
         return min(time_s for time_s in times if time_s > now_s)
 
     def granted(self, relay: PeerId, life_s: float, round_trip_s: float | None, now_s: float) -> None:
-        """Note that a relay has granted or renewed a reservation for `life_s` seconds."""
+        """Record that a relay has granted or renewed a reservation for `life_s` seconds."""
         known = self._relays.get(relay)
         if known is None:
             return
@@ -103,7 +104,7 @@ class Reservations:
             known.round_trip_s = round_trip_s
 
     def failed(self, relay: PeerId, now_s: float) -> None:
-        """Note that a relay refused, did not answer, or that the connection to it has ended."""
+        """Record that a relay refused or did not answer, or that the connection to it has ended."""
         known = self._relays.get(relay)
         if known is None:
             return

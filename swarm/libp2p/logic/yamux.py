@@ -1,11 +1,12 @@
 """yamux: many streams over one connection, as a state machine (hashicorp's specification, version 0).
 
 Bytes from the peer go in (`receive`, which returns events), bytes for the peer come out (`output`). Every
-stream has a window: how many bytes its receiver will still take. The machine bounds what a peer can make this
-side hold: a peer that sends beyond a window breaks the protocol, and streams beyond the limit are reset.
+stream has a window: the number of bytes that its receiver will still accept. The machine limits the memory
+that a peer can occupy here: a peer that sends beyond a window breaks the protocol, and streams above the
+limit are reset.
 
-py-libp2p's own yamux only logs a window that is exceeded and stores the bytes, accepts any number of streams,
-and gives a stream up when its reader pauses for 5 s (docs/decisions/0040).
+py-libp2p's own yamux stores bytes beyond a window and only logs this, accepts any number of streams, and
+closes a stream when its reader pauses for 5 s (docs/decisions/0040).
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from dataclasses import dataclass
 from swarm.core.errors import NetworkError, PeerError
 
 PROTOCOL = "/yamux/1.0.0"
-PIECE_BYTES = 65_000  # of one frame: with its header it fits into one Noise message, inside a circuit too
-WINDOW_BYTES = 256 << 10  # of every stream at its beginning, by the specification
-WINDOW_BYTES_MAX = 1 << 20  # of a stream that has carried a window and has been read: 100 ms at 10 MB/s
-WINDOWS_BYTES_MAX = 16 << 20  # of all streams of a connection: no window grows beyond it
-STREAMS_MAX = 64  # that a peer may have open at a time; a node opens no more itself
+# payload of one frame: with its header it fits into one Noise message, also inside a circuit
+PIECE_BYTES = 65_000
+WINDOW_BYTES = 256 << 10  # initial window of every stream (specification)
+WINDOW_BYTES_MAX = 1 << 20  # largest window of a stream in use: 100 ms at 10 MB/s
+WINDOWS_BYTES_MAX = 16 << 20  # sum of the windows of a connection above which no window grows
+STREAMS_MAX = 64  # open streams of a peer; a node opens no more itself
 
 _HEADER = struct.Struct("!BBHII")  # version, type, flags, stream, length
 _DATA, _WINDOW_UPDATE, _PING, _GO_AWAY = range(4)
@@ -84,11 +86,11 @@ Event = Opened | Received | Ended | WasReset | Writable | Answered | GoneAway
 
 @dataclass(slots=True)
 class _StreamState:
-    window: int = WINDOW_BYTES  # that the peer was granted, counted from what has been read
-    may_receive: int = WINDOW_BYTES  # of that window what the peer has not used
+    window: int = WINDOW_BYTES  # bytes that the peer was granted, counted from the last byte read
+    may_receive: int = WINDOW_BYTES  # the unused part of that window
     may_send: int = WINDOW_BYTES
-    unread: int = 0  # received and not consumed
-    consumed: int = 0  # since the last window update
+    unread: int = 0  # bytes received and not consumed
+    consumed: int = 0  # bytes consumed since the last window update
     received: int = 0  # ever
     ended_here: bool = False
     ended_there: bool = False
@@ -97,7 +99,8 @@ class _StreamState:
 class YamuxSession:
     """One end of a connection. `is_client`: this side has opened it; its streams have odd numbers.
 
-    Every method that takes a stream's number ignores a stream that is gone: events and calls may cross.
+    Every method that takes a stream's number ignores a stream that is gone: a stream may end before the
+    caller has seen the event.
     """
 
     def __init__(self, *, is_client: bool) -> None:
@@ -107,10 +110,10 @@ class YamuxSession:
         self._count_there = 0
         self._windows = 0
         self._header = bytearray()
-        self._body = (0, 0, 0)  # stream, bytes still to come, flags that count after the last of them
+        self._body = (0, 0, 0)  # of the current frame: stream, remaining bytes, flags to apply at its end
         self._output: deque[bytes] = deque()  # whole frames
         self.pending = 0  # bytes to be sent
-        self.unread = 0  # bytes received on all streams that nobody has read
+        self.unread = 0  # unread bytes of all streams
         self.refused = 0  # streams that the peer opened beyond the limit
 
     @property
@@ -153,8 +156,8 @@ class YamuxSession:
         return size
 
     def consumed(self, stream: int, size: int, *, grows: bool = True) -> None:
-        """Note that `size` bytes were read, and let the peer send as many again once half a window was. The
-        window of a stream that `grows` doubles while it is in use, up to a limit.
+        """Record that `size` bytes were read. Once half a window was read, the peer is allowed to send as
+        many again. The window of a stream that `grows` doubles while it is in use, up to a limit.
         """
         state = self._streams.get(stream)
         if state is None:
@@ -199,8 +202,8 @@ class YamuxSession:
         self._frame(_PING, _SYN, 0, value)
 
     def receive(self, data: bytes) -> list[Event]:
-        """Take bytes from the peer, however cut. Raises PeerError when it breaks the protocol: the connection
-        is of no use then.
+        """Process bytes from the peer, split at any position. Raises PeerError if the peer breaks the
+        protocol; the connection must then be closed.
         """
         events: list[Event] = []
         at = 0
@@ -242,7 +245,7 @@ class YamuxSession:
             self._receive_open(stream, events)
         state = self._streams.get(stream)
         if kind == _DATA and length:
-            # a stream that was reset here meanwhile: its bytes in flight are as many as its window, at most
+            # the stream was reset here meanwhile; bytes in flight are at most its window
             window = WINDOW_BYTES_MAX if state is None else state.may_receive
             if length > window:
                 raise PeerError(f"it sent {length} bytes on a yamux stream that takes {window}")

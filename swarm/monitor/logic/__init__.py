@@ -1,1 +1,1 @@
-"""Logic of the monitor: what the records of a run amount to, without I/O or clock."""
+"""Logic of the monitor: computes views from the records of a run, without I/O or clock."""

@@ -1,4 +1,4 @@
-"""Log of events as sentences. It is bounded; no single peer can fill it, nor can strangers together."""
+"""Log of events as sentences. It is bounded. Neither a single peer nor all strangers together can fill it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections import deque
 from swarm.monitor.logic.view import EventLevel, MonitorEvent
 
 _PER_PEER_MAX = 6  # events about one peer within a minute
-_PER_STRANGERS_MAX = 12  # events about peers that are no members, all together, within a minute
+_PER_STRANGERS_MAX = 12  # events about all peers that are not members within a minute
 _MINUTE_S = 60.0
 _TEXT_CHARACTERS_MAX = 300
-_STRANGERS = "strangers"  # is no PeerID
+_STRANGERS = "strangers"  # cannot collide with a PeerID
 
 
 class EventLog:
@@ -19,7 +19,7 @@ class EventLog:
     def __init__(self, events_max: int = 300) -> None:
         self._events_max = events_max
         self._events: deque[MonitorEvent] = deque()
-        self._of_strangers: deque[int] = deque()  # numbers of events in the log
+        self._of_strangers: deque[int] = deque()  # numbers of the events about strangers
         self._next = 1
         self._recent: deque[tuple[float, str]] = deque(maxlen=4096)
         self._new: list[MonitorEvent] = []
@@ -34,8 +34,8 @@ class EventLog:
         *,
         stranger: bool = False,
     ) -> None:
-        """Add an event at swarm time `at_s`, unless its peer, or a `stranger` with all others, has had too
-        many within the last minute.
+        """Add an event at swarm time `at_s`, unless its peer had too many within the last minute. With
+        `stranger`, the limit is shared by all strangers.
         """
         while self._recent and self._recent[0][0] < at_s - _MINUTE_S:
             self._recent.popleft()
@@ -61,13 +61,13 @@ class EventLog:
         self._bound()
 
     def restore(self, events: list[MonitorEvent]) -> None:
-        """Put the events of an earlier process before the present ones."""
+        """Insert the events of an earlier process before the current ones."""
         self._events.extendleft(reversed(events))
         self._bound()
         self._next = max([self._next, *(event.number + 1 for event in events)])
 
     def _bound(self) -> None:
-        """Drop the oldest events: of strangers first, while they have more than half of the log."""
+        """Drop the oldest events; first those of strangers, while these take more than half of the log."""
         while len(self._events) > self._events_max:
             if len(self._of_strangers) > self._events_max // 2:
                 oldest = self._of_strangers.popleft()

@@ -1,5 +1,5 @@
-"""Model of a run: folds the records of peers into a view. It trusts no single peer, and knows the age of
-every value that it shows.
+"""Model of a run: combines the records of peers into a view. It trusts no single peer, and knows the age of
+every value.
 
 Inputs are polls (`on_poll`: all records read at one moment) and the state of the monitor's link
 (`on_link`); the output is `view(now_s)`. All times are swarm time, in seconds.
@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from swarm.core.ids import PeerId
 from swarm.core.standing import PeerStanding
 from swarm.dht.logic.blobs import version_text
-from swarm.metrics.record import Metrics
 from swarm.monitor.logic.eventlog import EventLog
-from swarm.monitor.logic.histories import KnownLines, histories_of
+from swarm.monitor.logic.histories import EpochJumps, KnownLines, histories_of
+from swarm.monitor.logic.leaders import Leaders
+from swarm.monitor.logic.own_metrics import own_views
 from swarm.monitor.logic.robust import capped, median, swarm_epoch
 from swarm.monitor.logic.rounds import RoundKey, RoundTable
 from swarm.monitor.logic.tracked import PeerAssessment, PeerRecords, Poll, TrackedPeer
@@ -23,49 +24,49 @@ from swarm.monitor.logic.view import (
     LinkStatus,
     LinkView,
     MonitorView,
-    OwnView,
     RunView,
     StateSummary,
 )
 
 _TOTAL_S = 15.0  # a total older than this is ignored
-_FIRST_NAMED_MAX = 3  # peers that the first poll names one by one
-_NAMED_MAX = 20  # the same for a later one
+_FIRST_NAMED_MAX = 3  # peers that the event of the first poll names
+_NAMED_MAX = 20  # the same for later polls
 PEERS_MAX = 5000
 _QUIET_PERIODS = 3.0  # renewals that a peer may miss before its values are stale
 _QUIET_S_MIN = 8.0
 _PERIOD_S_MAX = 30.0  # upper bound of the renewal period that a peer may claim
 _GONE_POLLS = 2  # consecutive polls without records before a peer is taken to have left
 _GONE_SHOWN_S = 90.0  # a peer that left or was lost stays in the table this long
-_RATE_RATIO_MAX = 3.0  # a rate counts up to this multiple of the median, as for trainers
+_RATE_RATIO_MAX = 3.0  # a rate counts up to this multiple of the median; trainers use the same bound
 _BEHIND_EPOCHS = 2
-_OWN_MAX = 24  # names of users' metrics over all peers
-_LATE_INTERVALS = 3.0  # poll intervals without an answer before the whole view is late
+_LATE_INTERVALS = 3.0  # poll intervals without an answer after which the view is "late"
 _LATE_S_MIN = 6.0
 
 
 class Model:
-    """One run, as this monitor sees it."""
+    """One run, from the viewpoint of this monitor."""
 
     def __init__(
         self, run: RunView, events: EventLog | None = None, standing: PeerStanding | None = None
     ) -> None:
-        """`standing` tells members of the run from strangers. Where no member is known, all count alike."""
+        """`standing` distinguishes members of the run from strangers. If no member is known, all peers count
+        equally.
+        """
         self.run = run
         self._standing = standing or PeerStanding()
         self.events = events or EventLog()
         self.checkpoint = ""
         self._peers: dict[PeerId, TrackedPeer] = {}
-        self._strangers = 0  # of these, as of the last poll
-        self._rounds = RoundTable()
-        self._lines = KnownLines()
-        self._unreported: dict[RoundKey, float] = {}  # new rounds without a failure event yet, and since when
+        self._strangers = 0  # number of strangers in the last poll
+        self._rounds, self._lines, self._jumps = RoundTable(), KnownLines(), EpochJumps()
+        # new rounds without a failure event so far -> time of the first report
+        self._unreported: dict[RoundKey, float] = {}
         self._accused: dict[str, int] = {}
         self._differing: set[RoundKey] = set()
         self._poll: Poll | None = None
         self._poll_s: float | None = None
         self._link = LinkView()
-        self._epoch = 0
+        self._epoch, self.leaders = 0, Leaders()
 
     @property
     def epoch(self) -> int:
@@ -75,7 +76,7 @@ class Model:
     # inputs
 
     def on_poll(self, poll: Poll, now_s: float) -> None:
-        """Take in the records of one answered poll."""
+        """Process the records of one answered poll."""
         first = self._poll is None
         self._poll, self._poll_s = poll, now_s
         arrived = []
@@ -90,11 +91,14 @@ class Model:
                 self._peers[peer] = TrackedPeer(records, now_s)
                 arrived.append(peer)
             self._update(peer, records, now_s)
+        self.leaders.name(self._peers)
         for peer, known in self._peers.items():
             if peer not in poll.peers and known.gone_s is None:
                 self._on_missing(peer, known, now_s)
         live = self._counted(self._live(now_s))
         self._epoch = swarm_epoch([known.pace[1] for known in live.values()]) or self._epoch
+        if jump := self._jumps.text(self._epoch):
+            self.events.add(now_s, "jump", "warning", jump)
         self._arrivals(arrived, first, now_s)
         self._mark_quiet(now_s)
         self._report_breaks(first, now_s)
@@ -105,7 +109,7 @@ class Model:
         }
 
     def on_link(self, link: LinkView, now_s: float) -> None:
-        """Take in the state of the link. `status` is "lost" when no peer answered; any other status is
+        """Process the state of the link. `status` is "lost" when no peer answered; any other status is
         derived here.
         """
         before, self._link = self._link, link
@@ -120,7 +124,7 @@ class Model:
             self.events.add(now_s, "entry_back", "good", f"{link.entry} answers again")
         if link.status == "lost" and before.status != "lost":
             self.events.add(
-                now_s, "link_lost", "bad", f"no peer answers: what is shown is old. {link.text}".strip()
+                now_s, "link_lost", "bad", f"no peer answers: the values are old. {link.text}".strip()
             )
         elif before.status == "lost" and link.status != "lost":
             self.events.add(
@@ -131,11 +135,10 @@ class Model:
             )
 
     def on_run(self, run: RunView, now_s: float) -> None:
-        """Take in a newer version of the specification."""
+        """Process a newer version of the specification."""
         if self.run.version:
-            self.events.add(
-                now_s, "run", "info", f"the owner changed the run: version {version_text(run.version)}"
-            )
+            what = self.run.differences(run) or f"version {version_text(run.version)}"
+            self.events.add(now_s, "run", "info", f"the owner changed the run: {what}")
         self.run = run
 
     def on_dialed(self, peer: PeerId, answered: bool) -> None:
@@ -146,7 +149,7 @@ class Model:
     # output
 
     def view(self, now_s: float) -> MonitorView:
-        """Return the view at this moment. Ages are included, so that the same poll gives another view
+        """Return the view at this moment. It contains ages, so that the same poll gives a different view
         later.
         """
         all_live = self._live(now_s)
@@ -179,7 +182,7 @@ class Model:
         live_now = self._status(now_s) == "live"
         return MonitorView(
             at_s=now_s,
-            run=self.run,
+            run=self.run.at(now_s),
             link=self._link_view(now_s),
             epoch=self._epoch,
             samples=samples,
@@ -194,7 +197,7 @@ class Model:
             peers_quiet=sum(peer.state in ("quiet", "lost") and not peer.stranger for peer in shown),
             strangers=sum(peer.stranger for peer in shown),
             refused=self._poll.refused if self._poll else 0,
-            own=self._own(published),
+            own=own_views(published),
             state=self._state(),
             histories=histories_of(published),
             peers=tuple(
@@ -207,6 +210,9 @@ class Model:
             events=self.events.latest,
             experts=self._poll.experts if self._poll else (),
             relays=self._poll.relays if self._poll else (),
+            leaders=self.leaders.views,
+            contributors=self.leaders.count,
+            samples_given=self.leaders.samples,
             checkpoint=self.checkpoint,
         )
 
@@ -225,7 +231,7 @@ class Model:
         if status == "live" and link.entry_answers is False:
             text = f"{link.entry} does not answer: watching through {_count(link.known, 'other peer')}"
         elif status == "late":
-            text = f"no answer for {age_s:.0f} s: what is shown is old"
+            text = f"no answer for {age_s:.0f} s: the values are old"
         return LinkView(
             status=status,
             age_s=age_s,
@@ -247,12 +253,14 @@ class Model:
         return self._standing.has_members(run_id) and not self._standing.is_member(peer, run_id)
 
     def _counted(self, live: dict[PeerId, TrackedPeer]) -> dict[PeerId, TrackedPeer]:
-        """Return the peers whose values are in sums and medians: members, while any of them is there."""
+        """Return the peers whose values count in sums and medians: members, if there are any, else all
+        peers.
+        """
         members = {peer: known for peer, known in live.items() if not self._is_stranger(peer)}
         return members or live
 
     def _has_room(self, peer: PeerId) -> bool:
-        """Return whether a new peer may enter the table: strangers have half of it, and make room for
+        """Return whether a new peer may enter the table. Strangers may take half of it, and are displaced by
         members.
         """
         if self._is_stranger(peer):
@@ -305,23 +313,6 @@ class Model:
             total += counted + min(rate * min(3.0, max(0.0, now_s - report.at_s)), counted)
         return min(total, float(self.run.target)) if self.run.target else total
 
-    def _own(self, published: list[Metrics]) -> dict[str, OwnView]:
-        values: dict[str, list[float]] = {}
-        for one in published:
-            for name, value in one.own.items():
-                values.setdefault(name, []).append(value)
-        # a liar can invent names: the names that most peers report come first
-        names = sorted(values, key=lambda name: (-len(values[name]), name))[:_OWN_MAX]
-        return {
-            name: OwnView(
-                median=median(values[name]) or 0.0,
-                minimum=min(values[name]),
-                maximum=max(values[name]),
-                peers=len(values[name]),
-            )
-            for name in sorted(names)
-        }
-
     def _state(self) -> StateSummary | None:
         states = self._poll.states if self._poll else {}
         states = {peer: one for peer, one in states.items() if not self._is_stranger(peer)} or states
@@ -340,7 +331,7 @@ class Model:
     # events
 
     def _is_old_record(self, peer: PeerId, records: PeerRecords) -> bool:
-        """Return whether the records are old ones of a peer that has gone and published nothing since."""
+        """Return whether these are old records of a peer that has left and has published nothing since."""
         known = self._peers.get(peer)
         return known is not None and records.at_s <= known.records.at_s
 
@@ -367,7 +358,7 @@ class Model:
         known.broken = broken
 
     def _on_missing(self, peer: PeerId, known: TrackedPeer, now_s: float) -> None:
-        """Record that a peer has no record any more. It has left if its records had not expired yet."""
+        """Record that a peer's records are gone. The peer has left if they had not expired yet."""
         known.missing += 1
         expired = known.records.expires_s <= now_s
         if not expired and known.missing < _GONE_POLLS:
@@ -415,7 +406,7 @@ class Model:
                     now_s,
                     "quiet",
                     "warning",
-                    f"{self._name_of(peer)} has published nothing lately",
+                    f"{self._name_of(peer)} has published nothing for a while",
                     peer,
                 )
             elif known.quiet and not quiet and known.gone_s is None:
@@ -433,12 +424,12 @@ class Model:
                 continue
             names = ", ".join(self._name_of(peer) for peer in peers[:_FIRST_NAMED_MAX])
             more = f" and {len(peers) - _FIRST_NAMED_MAX} more" if len(peers) > _FIRST_NAMED_MAX else ""
-            text = f"{names}{more} went on without a majority of the peers that decide: history {line[:8]}"
+            text = f"{names}{more} continued without a majority of the electors: history {line[:8]}"
             self.events.add(now_s, "break", "warning", text, str(peers[0]))
 
     def _report_rounds(self, poll: Poll, now_s: float) -> None:
         for peer, records in poll.peers.items():
-            if self._is_stranger(peer):  # it contributed to no round
+            if self._is_stranger(peer):  # a stranger contributed to no round
                 continue
             for report in records.metrics.rounds if records.metrics else ():
                 key = self._rounds.add_report(peer, report, self._epoch, now_s)

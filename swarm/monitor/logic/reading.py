@@ -14,7 +14,7 @@ from swarm.dht.logic.records import Entry
 from swarm.metrics.record import Metrics, metrics_keys
 from swarm.monitor.logic.tracked import PeerRecords
 
-_TOTALS_MAX = 3  # of the root's aggregators, as trainers read them
+_TOTALS_MAX = 3  # totals of the root's aggregators; trainers read as many
 
 
 @dataclass(slots=True)
@@ -26,7 +26,7 @@ class RunRecords:
     states: dict[PeerId, tuple[int, str]] = field(default_factory=dict)
     donors: dict[PeerId, Contact] = field(default_factory=dict)  # peers that offer their state
     refused: int = 0
-    # of a run whose reports are spread over shards: the median of its aggregators' totals
+    # median of the aggregators' totals, if the run's reports are spread over shards
     total: ProgressTotal | None = None
 
 
@@ -45,7 +45,7 @@ def donors_key(run_id: str) -> Key:
 
 def read(run_id: str, answers: Mapping[Any, Any], now_s: float) -> RunRecords:
     """Decode the `answers` of `get_many(keys_of(run_id))`. Times of records are limited to `now_s`, the
-    present swarm time.
+    current swarm time.
     """
     run_records = RunRecords()
     for key in metrics_keys(run_id):

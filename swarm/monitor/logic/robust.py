@@ -1,6 +1,4 @@
-"""Robust sums over claims of untrusted peers: no single claim moves the result further than the others
-allow.
-"""
+"""Robust sums over claims of untrusted peers: the other claims bound the influence of each claim."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from typing import TypeVar
 
 K = TypeVar("K")
 
-_MAJORITY_FROM = 3  # two peers have no majority
+_MAJORITY_FROM = 3  # with two peers there is no majority
 
 
 def median(values: Iterable[float | None]) -> float | None:
@@ -21,7 +19,7 @@ def median(values: Iterable[float | None]) -> float | None:
 
 def capped(values: Mapping[K, float], ratio_max: float) -> dict[K, float]:
     """Return the values, each limited to `ratio_max` times the median of those above zero. With fewer than
-    three of these, nothing is limited.
+    three positive values, nothing is limited.
     """
     positive = [value for value in values.values() if value > 0]
     if len(positive) < _MAJORITY_FROM:
@@ -31,8 +29,8 @@ def capped(values: Mapping[K, float], ratio_max: float) -> dict[K, float]:
 
 
 def swarm_epoch(epochs: Collection[int]) -> int:
-    """Return the epoch of a swarm: the highest that enough peers claim for a single liar not to move it.
-    Trainers use the same rule.
+    """Return the epoch of a swarm: the highest one that enough peers claim, so that a single liar cannot
+    change it. Trainers use the same rule.
     """
     ordered = sorted(epochs, reverse=True)
     if not ordered:

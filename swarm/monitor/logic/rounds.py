@@ -1,11 +1,12 @@
 """Rounds as reported by their members, merged. A liar can report rounds that never took place, but cannot
-displace those that others report.
+displace rounds that others report.
 """
 
 from __future__ import annotations
 
+import heapq
 import statistics
-from collections import Counter
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 
 from swarm.core.ids import PeerId
@@ -14,9 +15,13 @@ from swarm.monitor.logic.robust import median
 from swarm.monitor.logic.view import RoundView
 
 _AHEAD_MAX = 2  # epochs that a round may be ahead of the swarm
-_ALONE_MAX = 4  # rounds that only one and the same peer reports
+_ALONE_MAX = 4  # rounds that a single peer is the only one to report
 _BLAME_MAX = 8
-_ROUNDS_MAX = 50
+_SHOWN_MAX = 50
+# kept: each peer reports its last four rounds again and again. Too small: rounds of a busy run displace one
+# another, and seem new with every poll
+_ROUNDS_MAX = 1024
+_KNOWN_MAX = 4096  # keys of rounds that were seen; a round that was displaced is not new when it comes back
 
 RoundKey = tuple[str, int, str]
 
@@ -32,10 +37,11 @@ class RoundTable:
 
     def __init__(self) -> None:
         self._rounds: dict[RoundKey, _Round] = {}
+        self._known: OrderedDict[RoundKey, None] = OrderedDict()
 
     def add_report(self, writer: PeerId, report: RoundReport, epoch: int, now_s: float) -> RoundKey | None:
-        """Take in one member's report. Return the round's key when no other report of it was known. `epoch`
-        is the swarm's.
+        """Add one member's report. Return the round's key if this is its first report. `epoch` is the
+        swarm's.
         """
         if report.epoch > epoch + _AHEAD_MAX or report.at_s > now_s + 60.0 or not report.kind:
             return None
@@ -46,7 +52,12 @@ class RoundTable:
             return None
         self._make_room(writer)
         self._rounds[key] = _Round({writer: report}, now_s)
-        return key
+        is_new = key not in self._known
+        self._known[key] = None
+        self._known.move_to_end(key)
+        if len(self._known) > _KNOWN_MAX:
+            self._known.popitem(last=False)
+        return key if is_new else None
 
     def view(self, key: RoundKey) -> RoundView | None:
         """Return the merged reports of one round, or None when it is unknown."""
@@ -54,12 +65,13 @@ class RoundTable:
         return _merged(key, found) if found is not None else None
 
     def latest(self) -> list[RoundView]:
-        """Return all rounds, the newest first."""
-        views = [_merged(key, found) for key, found in self._rounds.items()]
+        """Return the last rounds, the newest first."""
+        newest = heapq.nlargest(_SHOWN_MAX, self._rounds.items(), key=_recency)
+        views = [_merged(key, found) for key, found in newest]
         return sorted(views, key=lambda view: (view.at_s, view.epoch), reverse=True)
 
     def accusers(self) -> dict[str, set[PeerId]]:
-        """Return, for every peer that was caught lying as a reducer, the peers that report it."""
+        """Return for every peer that was caught lying as a reducer the peers that report this."""
         found: dict[str, set[PeerId]] = {}
         for one in self._rounds.values():
             for writer, report in one.reports.items():
@@ -78,6 +90,12 @@ class RoundTable:
                     key=lambda key: (len(self._rounds[key].reports) > 1, self._rounds[key].first_s),
                 )
             ]
+
+
+def _recency(item: tuple[RoundKey, _Round]) -> tuple[float, int]:
+    """Return by what rounds are ordered: the time of their end, and the epoch."""
+    (_, epoch, _), one = item
+    return statistics.median(report.at_s for report in one.reports.values()), epoch
 
 
 def _merged(key: RoundKey, one: _Round) -> RoundView:

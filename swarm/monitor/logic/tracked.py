@@ -1,4 +1,4 @@
-"""One peer as the monitor knows it: its last records, their age, and the rates of its counters."""
+"""The monitor's knowledge of one peer: its last records, their age, and the rates of its counters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from swarm.metrics.record import Metrics
 from swarm.monitor.logic.view import ExpertView, PeerActivity, PeerView, RelayReport
 
 _BURST_S = 5.0  # time constant of the rates, because bytes come in bursts, round by round
-_SECONDS_MIN = 0.5  # between two records: closer ones would give rates of noise
+_SECONDS_MIN = 0.5  # shortest time between two records for a rate; shorter ones give noise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class Poll:
     refused: int = 0
     # the epoch and digest that donors declare
     states: Mapping[PeerId, tuple[int, str]] = field(default_factory=dict)
-    total: ProgressTotal | None = None  # of a run so large that its reports are spread over shards
+    total: ProgressTotal | None = None  # only if the run's reports are spread over shards
     experts: tuple[ExpertView, ...] = ()
     relays: tuple[RelayReport, ...] = ()
     interval_s: float = 2.0  # until the next poll
@@ -61,7 +61,7 @@ class TrackedPeer:
     seen_s: float  # when the first record was read
     missing: int = 0
     gone_s: float | None = None
-    left: bool = False  # it left, as opposed to being lost
+    left: bool = False  # True: it left; False: it was lost or is present
     quiet: bool = False
     up_per_s: float = 0.0
     down_per_s: float = 0.0
@@ -78,7 +78,7 @@ class TrackedPeer:
 
     def update(self, records: PeerRecords) -> None:
         """Take in the records of one poll. If they hold no metrics, the earlier metrics are kept, because
-        they were true at their time.
+        they were true at the time of their record.
         """
         old, new = self.records.metrics, records.metrics
         if old is not None and new is not None and new.at_s > old.at_s:

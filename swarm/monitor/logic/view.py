@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 # "late": no answer for longer than usual; "lost": no peer answers
 LinkStatus: TypeAlias = Literal["joining", "live", "late", "lost"]
 # "idle": alive but not training; "quiet": published nothing for too long
 PeerActivity: TypeAlias = Literal["training", "behind", "idle", "quiet", "lost", "left"]
+RunStanding: TypeAlias = Literal["live", "paused", "ended", "empty"]
 EventLevel: TypeAlias = Literal["info", "good", "warning", "bad"]
 
 
@@ -29,6 +30,30 @@ class RunView:
     target: int | None = None  # samples of an epoch
     parameters: int | None = None
     created_s: float | None = None
+    paused: bool = False  # by its owner
+    pauses: tuple[tuple[float, float], ...] = ()  # that the owner has planned: start and end
+    ended: bool = False
+    message: str = ""  # of the owner to volunteers
+
+    def differences(self, newer: RunView) -> str:
+        """Return what the owner changed, as far as this view shows it; "" where it shows nothing of it."""
+        found = []
+        if newer.ended != self.ended:
+            found.append("ended" if newer.ended else "open again")
+        if newer.paused != self.paused:
+            found.append("paused" if newer.paused else "training continues")
+        if newer.target != self.target:
+            found.append(f"an epoch is {newer.target or 0:,} samples")
+        if newer.pauses != self.pauses:
+            found.append("other planned pauses" if newer.pauses else "no planned pause")
+        if newer.message != self.message:
+            found.append(f"a message: {newer.message}" if newer.message else "no message")
+        return ", ".join(found)
+
+    def at(self, now_s: float) -> RunView:
+        """Return the run as it is at this moment: during a planned pause it is paused."""
+        is_planned = any(starts_s <= now_s < ends_s for starts_s, ends_s in self.pauses)
+        return replace(self, paused=self.paused or is_planned)
 
     @property
     def full_name(self) -> str:
@@ -37,10 +62,10 @@ class RunView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkView:
-    """How well the monitor sees the swarm: the other numbers are only as fresh as this."""
+    """Quality of the monitor's connection to the swarm, which limits the freshness of all other values."""
 
     status: LinkStatus = "joining"
-    age_s: float | None = None  # since the last poll that was answered
+    age_s: float | None = None  # time since the last answered poll
     entry: str = ""  # address by which this monitor joined
     entry_answers: bool | None = None  # None: not asked yet
     known: int = 0  # peers that this monitor could ask
@@ -64,7 +89,7 @@ class PeerView:
     reached: bool | None = None  # by this monitor; None: not tried
     agent: str = ""
     samples_per_s: float = 0.0
-    capped: bool = False  # it claims a rate that is not believed: three times the median is counted
+    capped: bool = False  # it claims too high a rate, of which three times the median is counted
     epoch: int = 0
     samples: int = 0  # in this epoch
     samples_given: int = 0  # in all rounds
@@ -77,13 +102,13 @@ class PeerView:
     up_bytes_per_s: float = 0.0
     down_bytes_per_s: float = 0.0
     drift: float | None = None
-    head: str = ""  # hex, the first bytes; "": its mode has no common state
-    line: str = ""  # of its history, as in `HistoryView`
+    head: str = ""  # first bytes in hex; "": its mode has no common state
+    line: str = ""  # line of its history, see `HistoryView`
     epochs_given_up: int = 0
     rounds_done: int = 0
     rounds_failed: int = 0
     accused_by: int = 0  # number of peers that caught it lying as a reducer
-    stranger: bool = False  # no certificate names it; its values are shown and counted nowhere
+    stranger: bool = False  # no certificate names it; its values are shown, but not counted
     own: dict[str, float] = field(default_factory=dict)
     broken: tuple[str, ...] = ()
 
@@ -103,7 +128,7 @@ class RoundView:
     failed_for: int  # members that report a failure
     reason: str = ""
     detail: str = ""
-    left: dict[str, str] = field(default_factory=dict)  # PeerID -> why it dropped out
+    left: dict[str, str] = field(default_factory=dict)  # PeerID -> reason why it dropped out
     accused: dict[str, str] = field(default_factory=dict)
     digest: str = ""
     digests: int = 0  # number of different digests: more than one means that members hold different averages
@@ -143,12 +168,23 @@ class StateSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryView:
-    """One history of the run: peers that are in different ones train different models."""
+    """One history of the run. Peers in different histories train different models."""
 
-    head: str  # hex, the first bytes: as most of its peers report it
-    line: str  # hex, the first bytes of the head after its last break; "": it has none
-    epoch: int  # of that head
+    head: str  # first bytes in hex, as most of its peers report it
+    line: str  # first bytes of the head after its last break, in hex; "": there was no break
+    epoch: int  # epoch of `head`
     peers: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaderView:
+    """One peer that has given to the run, with its totals, as members have signed them."""
+
+    peer_id: str
+    short: str
+    name: str  # as it called itself when this monitor saw it last; "": it says none, or was not seen
+    samples: int
+    rounds: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,16 +205,16 @@ class RelayReport:
 
     peer_id: str
     short: str
-    age_s: float  # of what it said
-    reservations: int = 0  # that peers hold now
-    circuits: int = 0  # that are open now
-    carried_bytes: int = 0  # since it began, in both directions
-    refused: int = 0  # requests, since it began
+    age_s: float  # age of its report
+    reservations: int = 0  # reservations that peers hold now
+    circuits: int = 0  # open circuits
+    carried_bytes: int = 0  # bytes since its start, in both directions
+    refused: int = 0  # refused requests since its start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MonitorView:
-    """A run at one moment. Values that are not fresh are in no sum."""
+    """A run at one moment. Sums contain only fresh values."""
 
     at_s: float  # swarm time
     run: RunView
@@ -186,7 +222,7 @@ class MonitorView:
     epoch: int = 0
     samples: float = 0.0
     fraction: float | None = None
-    eta_s: float | None = None  # to the end of this epoch
+    eta_s: float | None = None  # time to the end of this epoch
     samples_per_s: float = 0.0
     loss: float | None = None
     validation_loss: float | None = None
@@ -194,21 +230,31 @@ class MonitorView:
     bytes_per_s: float = 0.0  # sent by all peers together
     peers_live: int = 0
     peers_quiet: int = 0
-    strangers: int = 0  # that are shown, and counted in nothing
+    strangers: int = 0  # strangers, which are shown but not counted
     refused: int = 0  # malformed records in the last poll
     own: dict[str, OwnView] = field(default_factory=dict)
     state: StateSummary | None = None
-    histories: tuple[HistoryView, ...] = ()  # that of the most peers first
+    histories: tuple[HistoryView, ...] = ()  # the one with the most peers first
     peers: tuple[PeerView, ...] = ()
     rounds: tuple[RoundView, ...] = ()  # the newest first
     events: tuple[MonitorEvent, ...] = ()  # the newest last
     experts: tuple[ExpertView, ...] = ()
-    relays: tuple[RelayReport, ...] = ()  # that this monitor has met, the one with the most bytes first
+    relays: tuple[RelayReport, ...] = ()  # known relays, the one with the most bytes first
+    leaders: tuple[LeaderView, ...] = ()  # those that have given most, the first one before the others
+    contributors: int = 0  # of which these are the first
+    samples_given: int = 0  # by all of them
     checkpoint: str = ""  # last checkpoint of `--save`, as a sentence
 
     @property
     def live(self) -> bool:
         return self.link.status == "live"
+
+    @property
+    def standing(self) -> RunStanding:
+        """Return whether the run is trained, by what its owner decided and who is there."""
+        if self.run.ended or self.run.paused:
+            return "ended" if self.run.ended else "paused"
+        return "live" if self.peers_live else "empty"
 
     def as_dict(self) -> dict[str, Any]:
         """Return a dict for JSON, in which NaN and infinities are null."""

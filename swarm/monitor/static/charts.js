@@ -3,7 +3,7 @@ import { moment } from "./format.js";
 
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const HEIGHT = 210;
-const MARK_COLORS = { break: "--bad", reunion: "--good" };
+const MARK_COLORS = { break: "--bad", reunion: "--good", jump: "--warn" };
 const MARK_NEAR = 0.01; // of the shown time: the tooltip has the text of marks that are this near
 
 // Neighbours further apart than `gap` seconds are not connected: the monitor saw nothing in between.
@@ -227,6 +227,7 @@ class Chart {
 
 function span(low, high, options) {
   if (low === null || high === null) return [0, 1];
+  if (low === 0 && high === 0) return [0, options.least ?? 1]; // nothing is above or below the line at zero
   if (options.zero) low = Math.min(0, low);
   const room = (high - low) * 0.08 || Math.abs(high) * 0.1 || 1;
   return [options.zero && low >= 0 ? 0 : low - room, high + room];

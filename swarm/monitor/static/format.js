@@ -33,4 +33,5 @@ export const moment = (at, span) => {
   const time = when.toLocaleTimeString([], { hour12: false });
   return span > 86400 ? `${when.toLocaleDateString([], { month: "short", day: "numeric" })} ${time}` : time;
 };
+export const dated = (at) => new Date(at * 1000).toLocaleString([], { month: "short", day: "numeric", hour: "2-digit", minute: "2-digit", hour12: false });
 export const short = (peerId) => peerId.slice(-8);

@@ -1,13 +1,13 @@
 // The page: loads the history once, then receives updates. Values that are not fresh are never shown as if they were.
 import { Charts } from "./charts.js";
-import { ago, bytes, loss, number, rate, small, whole } from "./format.js";
-import { addEvents, PeerTable, showExperts, showRelays, showRounds } from "./tables.js";
+import { ago, bytes, dated, loss, number, rate, small, whole } from "./format.js";
+import { addEvents, EVENT_GROUPS, PeerTable, showExperts, showLeaders, showRelays, showRounds } from "./tables.js";
 
 const SPANS = [["10 min", 600], ["1 h", 3600], ["6 h", 21600], ["1 d", 86400], ["7 d", 604800], ["all", 0]];
 const SILENT_MS = 9000; // without a message from the monitor
 const BROKEN_MS = 2500; // the same when the connection is known to be closed
 const POINTS = 600;
-const MARKED = ["break", "reunion"]; // kinds of events that the charts mark
+const MARKED = ["break", "reunion", "jump"]; // kinds of events that the charts mark
 const MARKS_MAX = 300;
 const $ = (id) => document.getElementById(id);
 const put = (id, text) => { const element = $(id); if (element.textContent !== text) element.textContent = text; };
@@ -22,7 +22,7 @@ charts.add("peers", { title: "Peers", className: "third", format: whole, axis: (
 charts.add("rate", { title: "Throughput", format: (value) => `${rate(value)}/s`, axis: rate, zero: true, fill: true, series: [{ key: "samples_per_s", label: "samples", color: "--rate" }] });
 charts.add("bytes", { title: "Traffic", format: (value) => `${bytes(value)}/s`, axis: (mark) => `${bytes(mark)}/s`, zero: true, fill: true, series: [{ key: "bytes_per_s", label: "sent", color: "--bytes" }] });
 charts.add("round", { title: "Rounds", format: (value) => (value === null ? "–" : `${number(value, 2)} s`), axis: (mark) => `${mark} s`, zero: true, series: [{ key: "round_s", label: "took", color: "--other" }] });
-const table = new PeerTable($("peers"), $("filter"), $("peers-more"));
+const table = new PeerTable($("peers"), $("filter"), $("peers-more"), $("sort"));
 window.swarmPage = { state, charts }; // for debugging and tests
 
 // --- charts
@@ -55,7 +55,7 @@ function addOwnCharts() {
     if (!charts.has(name)) charts.add(name, { title: name.slice(4), format: (value) => number(value), axis: (mark) => number(mark, 2), series: [{ key: name, label: "median", color: "--other" }] });
   }
   if ((state.series.drift ?? []).some((value) => value !== null) && !charts.has("drift")) {
-    charts.add("drift", { title: "Drift", format: small, axis: small, series: [{ key: "drift", label: "median", color: "--held" }] });
+    charts.add("drift", { title: "Drift", format: small, axis: small, zero: true, least: 1e-6, series: [{ key: "drift", label: "median", color: "--held" }] });
   }
 }
 
@@ -93,6 +93,7 @@ function onMessage(message) {
   draw();
   if (!charts.zoom) drawCharts();
   showRounds($("rounds").tBodies[0], view.rounds);
+  showLeaders($("leaders-card"), $("leaders").tBodies[0], $("leaders-note"), view);
   showExperts($("experts-card"), $("experts").tBodies[0], view.experts);
   showRelays($("relays-card"), $("relays").tBodies[0], view.relays);
 }
@@ -105,10 +106,14 @@ function draw() {
   const status = silent > (source.readyState === EventSource.OPEN ? SILENT_MS : BROKEN_MS) ? "off" : view.link.status;
   document.body.dataset.link = status;
   const age = (view.link.age_s ?? 0) + silent / 1000;
-  put("status-text", { live: "live", joining: "joining", late: `${ago(age)} old`, lost: `no peer answers, ${ago(age)} old`, off: `monitor away, ${ago(age)} old` }[status] ?? status);
-  banner(status, view, age);
+  const is = status !== "live" ? status : run.ended ? "ended" : run.paused ? "paused" : view.peers_live ? "live" : "empty";
+  document.body.dataset.run = is;
+  put("status-text", { live: "live", ended: "ended", paused: "paused", empty: "nobody trains", joining: "joining", late: `${ago(age)} old`, lost: `no peer answers, ${ago(age)} old`, off: `monitor away, ${ago(age)} old` }[is] ?? is);
+  banner(status, is, view, age);
   put("run-name", run.name || run.run_id);
   put("run-about", [run.description, run.parameters ? `${whole(run.parameters)} parameters` : "", run.mode, run.codec, run.name ? run.run_id : ""].filter(Boolean).join(" · "));
+  $("run-message").hidden = !run.message;
+  put("run-message", run.message ? `The owner says: ${run.message}` : "");
   put("t-epoch", whole(view.epoch));
   const percent = view.fraction === null ? 0 : 100 * view.fraction;
   $("t-meter-fill").style.width = `${percent}%`;
@@ -118,10 +123,10 @@ function draw() {
   put("t-loss", loss(view.loss));
   put("t-loss-note", "median over peers");
   put("t-held", loss(view.validation_loss));
-  put("t-held-note", view.drift === null ? "" : `drift ${small(view.drift)}`);
+  put("t-held-note", "median over peers");
   put("t-rate", rate(view.samples_per_s));
   put("t-peers", whole(view.peers_live));
-  put("t-peers-note", [view.peers_quiet ? `${view.peers_quiet} silent` : "all up to date", ...(view.strangers ? [`${view.strangers} strangers`] : [])].join(", "));
+  put("t-peers-note", [view.peers_quiet ? `${view.peers_quiet} silent` : "all up to date", ...(view.strangers ? [`${view.strangers} strangers`] : []), ...(view.drift === null ? [] : [`drift ${small(view.drift)}`])].join(", "));
   const histories = view.histories.map((one) => `${whole(one.peers)} in ${one.head.slice(0, 8)}`).join(", ");
   put("t-bytes", `${bytes(view.bytes_per_s)}/s`);
   put("t-bytes-note", "sent, all peers");
@@ -130,12 +135,19 @@ function draw() {
   table.show(state.peers, now());
 }
 
-function banner(status, view, age) {
+const PLACE = { ended: "The run has ended. What is shown is its last state.", paused: "The owner has paused the run: peers keep its state, and nobody trains.", empty: "Nobody trains this run at the moment." };
+
+function planned(run) {
+  const next = run.pauses.filter(([, until]) => until > now()).sort((one, other) => one[0] - other[0])[0];
+  return next ? ` Planned pause: ${dated(next[0])} to ${dated(next[1])}.` : "";
+}
+
+function banner(status, is, view, age) {
   const divided = view.histories.length > 1 ? `The run is divided into ${view.histories.length} histories: ${view.histories.map((one) => `${whole(one.peers)} peers in ${one.head.slice(0, 8)}`).join(", ")}.` : "";
   const text = status === "off" ? `The monitor does not answer. What is shown is ${ago(age)} old.`
     : status === "lost" ? `No peer answers the monitor. What is shown is ${ago(age)} old. ${view.link.text}`
-    : status === "late" ? `No answer from the swarm for ${ago(age)}: what is shown is old.`
-    : view.link.text || divided;
+    : status === "late" ? `No answer from the swarm for ${ago(age)}: the values are old.`
+    : view.link.text || divided || `${PLACE[is] ?? ""}${view.run.ended ? "" : planned(view.run)}`.trim();
   const element = $("banner");
   element.hidden = !text;
   element.classList.toggle("mild", status === "live" || status === "late");
@@ -156,6 +168,23 @@ for (const [label, seconds] of SPANS) {
     charts.setZoom(null);
   });
   $("spans").append(button);
+}
+const hidden = new Set(stored("swarm.hidden", "saves").split(",").filter(Boolean)); // groups of events
+for (const [group, { label }] of Object.entries(EVENT_GROUPS)) {
+  const button = document.createElement("button");
+  button.type = "button";
+  button.textContent = label;
+  const show = () => {
+    button.setAttribute("aria-pressed", String(!hidden.has(group)));
+    $("events").classList.toggle(`without-${group}`, hidden.has(group));
+  };
+  button.addEventListener("click", () => {
+    if (!hidden.delete(group)) hidden.add(group);
+    store("swarm.hidden", [...hidden].join(","));
+    show();
+  });
+  show();
+  $("kinds").append(button);
 }
 $("unzoom").addEventListener("click", () => charts.setZoom(null));
 $("log").checked = stored("swarm.log", "") === "1";

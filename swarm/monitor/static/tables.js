@@ -16,6 +16,27 @@ const COLUMNS = [
   { key: "reach", title: "Reachable", aside: true, sort: (peer) => String(peer.reached), text: (peer) => (peer.reach.startsWith("relay") ? "relay" : peer.reached === null ? peer.reach || "–" : peer.reached ? "answers" : peer.reach === "none" ? "no port" : "no answer") },
 ];
 
+// kinds of events that are shown and hidden together; of each the latest are kept, so that none drowns the others
+export const EVENT_GROUPS = {
+  peers: { label: "peers", kinds: ["joined", "left", "lost", "quiet", "back", "watching"] },
+  rounds: { label: "rounds", kinds: ["round_failed", "differs", "lied", "not_finite"] },
+  lineage: { label: "lineage", kinds: ["break", "reunion", "jump"] },
+  run: { label: "run", kinds: [] }, // all others
+  saves: { label: "checkpoints", kinds: ["saved", "not_saved"] },
+};
+const EVENTS_MAX = 100; // of a group
+const groupOf = (kind) => Object.keys(EVENT_GROUPS).find((group) => EVENT_GROUPS[group].kinds.includes(kind)) ?? "run";
+
+// On a phone each row is a card, in which a cell has its heading beside it.
+const labelled = (row) => {
+  const heads = row.closest("table")?.tHead.rows[0].cells ?? [];
+  [...row.cells].forEach((cell, place) => { if (heads[place]) cell.dataset.label = heads[place].textContent; });
+};
+const fillRows = (body, rows) => {
+  body.replaceChildren(...rows);
+  rows.forEach(labelled);
+};
+
 const make = (tag, className, text) => {
   const element = document.createElement(tag);
   if (className) element.className = className;
@@ -25,7 +46,7 @@ const make = (tag, className, text) => {
 const put = (element, text) => { if (element.textContent !== text) element.textContent = text; };
 
 export class PeerTable {
-  constructor(table, filter, more) {
+  constructor(table, filter, more, sorting) {
     this.head = table.tHead.rows[0];
     this.body = table.tBodies[0];
     this.filter = filter;
@@ -45,7 +66,14 @@ export class PeerTable {
       });
       th.append(button);
       this.head.append(th);
+      sorting.append(new Option(column.title, column.key));
     }
+    this.sorting = sorting; // on phones, which show no headings
+    sorting.addEventListener("change", () => {
+      const { key, down } = COLUMNS.find((column) => column.key === sorting.value);
+      this.sort = { key, down: Boolean(down) };
+      this.draw();
+    });
     filter.addEventListener("input", () => this.draw());
   }
 
@@ -60,6 +88,7 @@ export class PeerTable {
     const wanted = this.filter.value.trim().toLowerCase();
     const column = COLUMNS.find(({ key }) => key === this.sort.key);
     COLUMNS.forEach(({ key }, place) => this.head.cells[place].setAttribute("aria-sort", key !== this.sort.key ? "none" : this.sort.down ? "descending" : "ascending"));
+    this.sorting.value = this.sort.key;
     const sign = this.sort.down ? -1 : 1;
     const matching = [...this.peers.values()].filter((peer) => !wanted || [peer.name, peer.peer_id, peer.device, peer.state].some((text) => text.toLowerCase().includes(wanted)));
     matching.sort((a, b) => {
@@ -93,6 +122,7 @@ export class PeerTable {
     const line = make("tr");
     const cells = COLUMNS.map((column) => {
       const cell = make("td", [column.number && "number", column.aside && "aside", column.key === "rate" && "rate"].filter(Boolean).join(" "));
+      cell.dataset.label = column.title;
       line.append(cell);
       return cell;
     });
@@ -160,7 +190,7 @@ export class PeerTable {
 }
 
 export function showRounds(body, rounds) {
-  body.replaceChildren(...rounds.slice(0, 30).map((round) => {
+  fillRows(body, rounds.slice(0, 30).map((round) => {
     const row = make("tr");
     const ended = make("td");
     const names = Object.entries(round.left).map(([peer, why]) => `${short(peer)} ${why}`).join("; ");
@@ -177,17 +207,34 @@ export function showRounds(body, rounds) {
 export function addEvents(list, events) {
   for (const event of events) {
     const item = make("li", event.level);
+    item.dataset.group = groupOf(event.kind);
     const time = make("time", "", clock(event.at_s));
     time.dateTime = new Date(event.at_s * 1000).toISOString();
     item.append(time, make("span", "mark-level"), make("span", "", event.text));
     list.prepend(item);
   }
-  while (list.children.length > 300) list.lastElementChild.remove();
+  for (const group of Object.keys(EVENT_GROUPS)) {
+    [...list.querySelectorAll(`li[data-group="${group}"]`)].slice(EVENTS_MAX).forEach((item) => item.remove());
+  }
+}
+
+export function showLeaders(card, body, note, view) {
+  card.hidden = !view.leaders.length;
+  const more = view.contributors > view.leaders.length ? ` ${whole(view.contributors)} peers have given something; these are the first.` : "";
+  put(note, `Samples since the run began, as its members have signed them. Names are those that peers give themselves.${more}`);
+  const all = Math.max(1, view.samples_given);
+  fillRows(body, view.leaders.map((leader, place) => {
+    const row = make("tr"), who = make("td");
+    who.append(leader.name || leader.short, ...(leader.name ? [" ", make("code", "", leader.short)] : []));
+    who.title = leader.peer_id;
+    row.append(make("td", "number", whole(place + 1)), who, make("td", "number", whole(leader.samples)), make("td", "number", `${number((100 * leader.samples) / all, 1)} %`), make("td", "number", whole(leader.rounds)));
+    return row;
+  }));
 }
 
 export function showExperts(card, body, experts) {
   card.hidden = !experts.length;
-  body.replaceChildren(...experts.slice(0, 500).map((expert) => {
+  fillRows(body, experts.slice(0, 500).map((expert) => {
     const row = make("tr");
     row.append(make("td", "", expert.uid), make("td", "number", whole(expert.servers)), make("td", "number", expert.load === null ? "–" : `${number(expert.load)} s`), make("td", "", expert.text));
     return row;
@@ -196,7 +243,7 @@ export function showExperts(card, body, experts) {
 
 export function showRelays(card, body, relays) {
   card.hidden = !relays.length;
-  body.replaceChildren(...relays.map((relay) => {
+  fillRows(body, relays.map((relay) => {
     const row = make("tr");
     row.title = relay.peer_id;
     row.append(make("td", "", relay.short), ...[whole(relay.reservations), whole(relay.circuits), bytes(relay.carried_bytes), whole(relay.refused), `${ago(relay.age_s)} ago`].map((text) => make("td", "number", text)));

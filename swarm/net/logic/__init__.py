@@ -1,1 +1,1 @@
-"""The decisions of the transport, without any I/O. Times are seconds of a monotonic clock, passed in."""
+"""Logic of the transport, without I/O. Times are seconds of a monotonic clock, passed in."""

@@ -1,10 +1,9 @@
-"""Announcements of runs on a local network: their format, and which of them are believed. Pure; times are
-seconds, passed in.
+"""Announcements of runs on a local network: their format and validation. Pure; times are seconds, passed in.
 
 An announcement is the TXT record of libp2p's mDNS discovery (`dnsaddr=` with a multiaddr each), so that other
 implementations see these peers, too; `swarm-…` fields name the run, and others ignore them. Announcements are
-not authenticated. Those that come from another network, or name an address in one, are therefore ignored;
-everything is bounded, and the PeerID is proven when the peer is dialed.
+not authenticated. Those that come from another network, or name an address in one, are therefore ignored.
+Everything is bounded, and the PeerID is verified when the peer is dialed.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from swarm.core.errors import PeerError, UsageError
 from swarm.core.ids import RUN_ID, RUN_NAME, Contact
 
 SERVICE = "_p2p._udp.local."  # libp2p's
-RUNS_MAX = 32  # runs that are listed
-PEERS_MAX = 16  # peers of one run
+RUNS_MAX = 32  # limit of listed runs
+PEERS_MAX = 16  # limit of peers of one run
 WHO_CHARACTERS_MAX = 40
 DATAGRAM_BYTES_MAX = 4096
 _TEXT_BYTES_MAX = 2048
@@ -27,15 +26,16 @@ _FIELDS_MAX = 24
 _ADDRESSES_MAX = 4  # addresses of one peer: machines with more private networks are rare
 _FIELD_BYTES_MAX = 255  # size of a field in a TXT record
 _PRIVATE = tuple(IPv4Network(one) for one in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16"))
-_DATAGRAMS_PER_S, _DATAGRAMS_BURST = 10.0, 40.0  # of one sender: an honest one sends a few at its start
-_ALL_PER_S, _ALL_BURST = 100.0, 400.0  # of all
+# limits of one sender; an honest one sends a few at its start
+_DATAGRAMS_PER_S, _DATAGRAMS_BURST = 10.0, 40.0
+_ALL_PER_S, _ALL_BURST = 100.0, 400.0  # limits of all senders together
 _SENDERS_MAX = 256
 _ADDRESS, _RUN, _NAME, _MEMBERS, _WHO = "dnsaddr", "swarm-run", "swarm-name", "swarm-members", "swarm-who"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NearbyPeer:
-    """A peer on the local network that trains a run. `who`: the name that its user has given it."""
+    """A peer on the local network that trains a run. `who`: the name that its user gave."""
 
     contact: Contact
     run_id: str
@@ -59,7 +59,9 @@ class NearbyRun:
 
 
 def is_private(address: IPv4Address) -> bool:
-    """Return whether an address is of a home or an office: RFC 1918, without providers' own networks."""
+    """Return whether an address belongs to a private network of a home or an office: RFC 1918, excluding
+    carrier networks.
+    """
     return any(address in network for network in _PRIVATE)
 
 
@@ -78,13 +80,13 @@ def encode(peer: NearbyPeer) -> bytes:
 
 
 def decode(text: bytes, networks: Iterable[IPv4Interface]) -> NearbyPeer:
-    """Return the peer that a TXT record describes, with those addresses that are in one of these networks of
-    this machine. Raises PeerError when it describes no peer of a run here.
+    """Return the peer that a TXT record describes, with its addresses in the given networks of this machine.
+    Raises PeerError if the record does not describe a peer of a run in these networks.
     """
     fields = _fields(text)
     contacts = [contact for one in fields.get(_ADDRESS, ()) if (contact := _contact(one)) is not None]
     if len({one.peer_id for one in contacts}) != 1:
-        raise PeerError("it names no peer, or several")
+        raise PeerError("it does not name exactly one peer")
     near = list(networks)
     addresses = dict.fromkeys(
         address for one in contacts for address in one.addresses if _is_near(address.host, near)
@@ -104,8 +106,8 @@ def decode(text: bytes, networks: Iterable[IPv4Interface]) -> NearbyPeer:
 
 
 def grouped(peers: Iterable[NearbyPeer]) -> list[NearbyRun]:
-    """Return the runs of these peers, the one with most peers first. Peers that describe a run in different
-    ways are listed apart: one that lies spoils only its own line.
+    """Return the runs of these peers, the one with most peers first. Peers with different descriptions of a
+    run are listed separately, so that a liar affects only its own line.
     """
     found: dict[tuple[str, str, bool], list[NearbyPeer]] = {}
     for peer in peers:

@@ -9,18 +9,19 @@ from typing import Literal
 
 from swarm.core.ids import Address
 
-# "none": nothing is translated; "preserving": the port stays as it is, at least towards one relay; "cone":
-# another port, the same towards all relays; "symmetric": another port towards each; "unknown": it takes
-# another relay
+# "none": no translation; "preserving": the port is kept, at least towards one relay; "cone": the same other
+# port towards all relays; "symmetric": a different port towards each relay; "unknown": another relay is
+# needed to decide
 NatKind = Literal["none", "preserving", "cone", "symmetric", "unknown"]
 
 
 def nat_kind(port: int, own_hosts: Collection[str], seen: Sequence[Address]) -> NatKind:
     """Return the kind of NAT in front of this machine. `port`: the local port from which it has dialed
-    relays. `own_hosts`: the IP addresses of its interfaces. `seen`: for each relay, the address from which it
-    saw this machine call.
+    relays. `own_hosts`: the IP addresses of its interfaces. `seen`: for each relay, this machine's address as
+    the relay observes it.
     """
-    ports = [one.port for one in seen if one.host not in own_hosts]  # by relays beyond the router
+    # ports observed by relays beyond the router
+    ports = [one.port for one in seen if one.host not in own_hosts]
     if not ports:
         return "none" if seen else "unknown"
     if set(ports) == {port}:

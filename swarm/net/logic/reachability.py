@@ -1,9 +1,8 @@
-"""The verdict whether other peers can call this one. It follows from their answers after they have tried.
+"""Determine whether other peers can call this one, from their answers after they have tried.
 
-A peer behind a router has addresses that work in its own network only. If it announced them, everybody would
-dial in vain, and rounds would wait for averages of its shard. In the internet a peer therefore announces
-nothing until another peer has called it back, and is a client peer until then. Pure: times are seconds of a
-monotonic clock.
+The addresses of a peer behind a router work in its own network only. If it announced them, others would dial
+in vain, and rounds would wait for its shard. On the internet a peer is therefore a client peer without
+addresses until another peer has called it back. Pure: times are seconds of a monotonic clock.
 """
 
 from __future__ import annotations
@@ -17,16 +16,17 @@ from swarm.core.ids import Address, Contact, PeerId
 from swarm.net.scope import Scope, ip_of, network_of, scope_of
 
 Verdict: TypeAlias = Literal["direct", "hidden", "unknown"]
-# as a node says it to its user; "none": it does not listen
+# as reported to the user; "none": the node does not listen
 NodeReach: TypeAlias = Literal["direct", "relayed", "hidden", "unknown", "none"]
 
 ASKED_MAX: Final = 3  # peers in one check, each in another network
-FAILURES_MIN: Final = 3  # failures before a peer that could be called considers itself hidden
-WITNESSES_OF_A_MOVE: Final = 2  # peers that see another address of this one: one may be mistaken, or lie
+FAILURES_MIN: Final = 3  # consecutive failures after which a callable peer considers itself hidden
+# peers that must report the same new address: a single one may be wrong, or lie
+WITNESSES_OF_A_MOVE: Final = 2
 CHECK_S: Final = (
-    600.0  # between two checks of a verdict. Smaller: traffic; larger: a lost port is noticed late
+    600.0  # interval of checks of a verdict. Smaller: more traffic; larger: a lost port is noticed late
 )
-# Pause until the next check while the verdict is doubtful; the others answer one peer every 10 s.
+# Pause until the next check while the verdict is uncertain; other peers answer a peer at most every 10 s.
 RETRY_S: Final = 15.0
 _MOVES_MAX = 16
 
@@ -34,7 +34,7 @@ _MOVES_MAX = 16
 @dataclass(frozen=True, slots=True)
 class DialedBack:
     """The answer of a peer that was asked to call this one back. `observed`: the IP address that it was asked
-    from, and called. `reached`: it was seen to call from the internet; False: it has failed to.
+    from, and called. `reached`: the call arrived from the internet; False: calling failed.
     """
 
     peer: PeerId
@@ -44,8 +44,8 @@ class DialedBack:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """A verdict: the addresses at which this peer can be called, since when it holds, and whose answers it
-    follows from. `by` is empty for addresses that were not tried.
+    """A verdict: the addresses at which this peer can be called, the time of the verdict, and the peers whose
+    answers support it. `by` is empty for addresses that were not tried.
     """
 
     verdict: Verdict
@@ -60,25 +60,25 @@ class Reachability:
     def __init__(
         self, port: int, now_s: float, presumed: Sequence[Address] = (), *, is_closed: bool = False
     ) -> None:
-        """`presumed`: addresses that are announced until others have failed there: a first peer of a swarm
-        has nobody to ask. `is_closed`: nobody but this machine can call where this peer listens, so it is
-        hidden, and asks nobody.
+        """`presumed`: addresses that are announced until calls to them have failed; the first peer of a swarm
+        has nobody to ask. `is_closed`: this peer listens on loopback only, so it is hidden and asks nobody.
         """
-        self.port = port  # where others are asked to call: this peer's own, or one that a router forwards
+        # the port that others are asked to call: this peer's own, or one that a router forwards
+        self.port = port
         self.reach = Reach("direct" if presumed else "unknown", now_s, tuple(presumed))
         self.due_s = now_s  # time of the next check
         if is_closed:
             self.reach, self.due_s = Reach("hidden", now_s), math.inf
         self._checked_s = now_s - RETRY_S
-        self._was_answered = False  # by anybody, in the last check
-        # since the last success: the peers that failed, and how often any did
+        self._was_answered = False  # whether any peer answered in the last check
+        # since the last success: the peers that failed, and the number of failures
         self._failed: dict[PeerId, None] = {}
         self._failures = 0
-        self._observed: dict[str, set[PeerId]] = {}  # other addresses of this peer, by who saw them
+        self._observed: dict[str, set[PeerId]] = {}  # other observed addresses of this peer -> observers
 
     def choose(self, candidates: Iterable[Contact]) -> list[Contact]:
-        """Return the peers to ask in one check: of every network the first candidate, and first those that
-        have not failed to call this peer.
+        """Return the peers to ask in one check: the first candidate of every network, preferring peers that
+        have not failed to call this one.
         """
         found: list[Contact] = []
         networks: set[str] = set()
@@ -112,21 +112,22 @@ class Reachability:
             was_direct = self.reach.verdict == "direct"
             if not was_direct or self._failures >= FAILURES_MIN:
                 self._settle("hidden", (), tuple(self._failed), now_s)
-        # One failure may be a lost packet. Where few can be asked, they are asked again before it is final.
+        # One failure may be a lost packet. If few can be asked, they are asked again before the verdict
+        # changes.
         has_failed = self.reach.verdict == "hidden" and self._failures >= FAILURES_MIN
         is_certain = bool(reached) or has_failed
         self.due_s = now_s + (CHECK_S if is_certain else RETRY_S)
 
     def on_candidate(self, now_s: float) -> None:
-        """Note that a peer can be asked. The next check is now if nobody has answered yet, for instance
+        """Record that a peer can be asked. The next check is now if nobody has answered yet, for instance
         because the network came up after this peer.
         """
         if self.reach.verdict == "unknown" and not self._was_answered:
             self.due_s = min(self.due_s, now_s)
 
     def on_interfaces(self, public: Sequence[Address], gone: Iterable[str], now_s: float) -> None:
-        """Note that the addresses of this machine have changed: `public` are those of the internet, `gone`
-        the hosts that it no longer has. Earlier answers are no longer evidence.
+        """Record that the addresses of this machine have changed: `public` are its internet addresses, `gone`
+        the hosts that it no longer has. Earlier answers become void.
         """
         lost = set(gone)
         kept = tuple(one for one in self.reach.addresses if one.host not in lost)
@@ -140,13 +141,13 @@ class Reachability:
         self.due_s = min(self.due_s, max(now_s, self._checked_s + RETRY_S))
 
     def on_router(self, now_s: float) -> None:
-        """Note that a router may now forward the port, so that calls which failed before may succeed."""
+        """Record that a router may now forward the port, so that calls which failed before may succeed."""
         if self.reach.verdict != "direct":
             self.due_s = min(self.due_s, max(now_s, self._checked_s + RETRY_S))
 
     def on_observed(self, peer: PeerId, host: str, now_s: float) -> None:
-        """Process the address at which a peer sees this one. A new address is a reason to check; once two
-        peers have seen it, the verdict no longer holds.
+        """Process the address at which a peer observes this one. A new address triggers a check. Once two
+        peers have observed it, the verdict is void.
         """
         if self.reach.verdict != "direct" or scope_of(host) is not Scope.INTERNET:
             return
@@ -161,7 +162,9 @@ class Reachability:
             self._settle("unknown", (), (), now_s)
 
     def _proven(self, reached: Sequence[DialedBack]) -> tuple[Address, ...]:
-        """Return the addresses that were called now, and those of the other IP version that were before."""
+        """Return the addresses that were called now, and those of the other IP version from earlier
+        checks.
+        """
         now = dict.fromkeys(Address(one.observed, self.port) for one in reached)
         versions = {_version(address.host) for address in now}
         before = [one for one in self.reach.addresses if _version(one.host) not in versions]

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RelayCounts:
-    """The work of a relay: the reservations that peers hold there and the circuits that are open now; the
-    bytes that it has carried, in both directions, and the requests that it has refused, since it began.
+    """The work of a relay: its current reservations and open circuits, and the bytes carried in both
+    directions and requests refused since its start.
     """
 
     reservations: int

@@ -1,5 +1,5 @@
-"""A limit on how often this node does something costly on request: for each peer, for all strangers, and for
-all peers. Pure; times are seconds.
+"""Rate limits of costly requests to this node: for each peer, for all strangers, and for all peers. Pure;
+times are seconds.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Final
 from swarm.core.ids import PeerId
 from swarm.core.standing import PeerStanding
 
-PER_CALLER_S: Final = 10.0  # a peer gets it at most once in this time
+PER_CALLER_S: Final = 10.0  # each peer gets at most one in this time
 WINDOW_S: Final = 60.0
 _CALLERS_MAX = 4096
 
@@ -19,8 +19,8 @@ class RequestBudget:
     """Counts the requests that were granted in the last minute."""
 
     def __init__(self, standing: PeerStanding, calls_max: int, done: str) -> None:
-        """Allow `calls_max` requests in one minute, half of them for strangers where members are known.
-        `done`: the past participle for refusals, such as "called back".
+        """Allow `calls_max` requests in one minute; if members are known, strangers get at most half. `done`:
+        the past participle for refusals, such as "called back".
         """
         self._standing, self._calls_max, self._done = standing, calls_max, done
         self._done_s: OrderedDict[PeerId, float] = OrderedDict()
@@ -28,7 +28,7 @@ class RequestBudget:
         self._strangers_s: deque[float] = deque()
 
     def enter(self, caller: PeerId, now_s: float) -> str:
-        """Count a request of this peer and return ""; or return why it is refused now."""
+        """Count a request of this peer and return "", or return the reason for its refusal."""
         if now_s - self._done_s.get(caller, -PER_CALLER_S) < PER_CALLER_S:
             return f"you were {self._done} less than {PER_CALLER_S:g} s ago"
         for times_s in (self._members_s, self._strangers_s):

@@ -35,6 +35,9 @@ class Settings(BaseModel):
     layers: Annotated[int, Field(ge=1, le=256)] = 2
     heads: Annotated[int, Field(ge=1, le=256)] = 4
     context: Annotated[int, Field(ge=2, le=1 << 16)] = 128  # predicted bytes per sample
+    # each feed-forward layer is a mixture of so many; 0: one layer for all bytes
+    experts: Annotated[int, Field(ge=0, le=1024)] = 0
+    experts_per_byte: Annotated[int, Field(ge=1, le=16)] = 2
     # upper bound of the bytes that are read
     data_bytes: Annotated[int, Field(ge=1 << 10, le=1 << 34)] = _DATA_BYTES_MAX
 
@@ -59,7 +62,9 @@ class ByteLanguageModel:
         shape = self.settings
         width = shape.width
         norm = [(width,), (width,)]
-        block = [*norm, (3 * width, width), (width, width), *norm, (4 * width, width), (width, 4 * width)]
+        feed = [(4 * width, width), (width, 4 * width)]
+        gate = [(shape.experts, width), (shape.experts,)] if shape.experts else []
+        block = [*norm, (3 * width, width), (width, width), *norm, *gate, *max(1, shape.experts) * feed]
         shapes = [
             (VOCABULARY, width),
             (shape.context, width),
@@ -70,10 +75,12 @@ class ByteLanguageModel:
         parameters = sum(math.prod(one) for one in shapes)
         # float32 values per token in a training step: activations of each block, temporaries of one block,
         # and the logits with their softmax and gradient. In validation: one block and the logits.
-        step = batch_size * shape.context * ((shape.layers + 1) * 20 * width + 3 * VOCABULARY)
-        held_out = VALIDATION_SAMPLES * shape.context * (12 * width + 3 * VOCABULARY)
+        used = min(shape.experts, shape.experts_per_byte)  # each has activations, and an output in the sum
+        step = batch_size * shape.context * ((shape.layers + 1) * (20 + 14 * used) * width + 3 * VOCABULARY)
+        held_out = VALIDATION_SAMPLES * shape.context * ((12 + 14 * used) * width + 3 * VOCABULARY)
+        of_experts = f", {used} of {shape.experts} experts in each," if used else ""
         return TaskDescription(
-            summary=f"a byte-level transformer ({shape.layers} layers of width {shape.width}) on text",
+            summary=f"a byte-level transformer ({shape.layers} layers of width {width}{of_experts}) on text",
             parameters=parameters,
             shapes=tuple(shapes),
             sample=f"{shape.context} bytes of text",
@@ -82,11 +89,16 @@ class ByteLanguageModel:
         )
 
     def build_model(self, seed: int) -> torch.nn.Module:
-        from swarm.run.tasks.bytelm_model import ByteTransformer
+        from swarm.run.tasks.bytelm_model import ByteExperts, ByteTransformer
 
         shape = self.settings
         return ByteTransformer(
-            width=shape.width, layers=shape.layers, heads=shape.heads, context=shape.context, seed=seed
+            width=shape.width,
+            layers=shape.layers,
+            heads=shape.heads,
+            context=shape.context,
+            seed=seed,
+            experts=ByteExperts(count=shape.experts, per_byte=shape.experts_per_byte),
         )
 
     def load_data(self, folder: Path | None, device: torch.device) -> TaskData:

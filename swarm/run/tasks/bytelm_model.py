@@ -6,28 +6,64 @@ Shape suffixes: B samples, T bytes of context, W width.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from moe.client.local import LocalMixtureOfExperts
 from swarm.run.task import Draw
 from swarm.run.tasks.corpus import VALIDATION_SAMPLES, VOCABULARY, Corpus
 
 _DEVIATION = 0.02  # of the initial weights; small enough that the first loss is ln(256)
 
 
-class TransformerBlock(nn.Module):
-    """One pre-norm transformer block: causal self-attention, then a feed-forward layer four times as wide."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByteExperts:
+    """Experts in place of each feed-forward layer."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    count: int = 0  # 0: none, one layer for all bytes
+    per_byte: int = 2  # how many of them compute each byte
+
+
+NO_EXPERTS = ByteExperts()
+
+
+class FeedForward(nn.Module):
+    """A feed-forward layer four times as wide as its input: one of the experts of a block."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.feed_in = nn.Linear(width, 4 * width, bias=False)
+        self.feed_out = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x_BW: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, self.feed_out(functional.gelu(self.feed_in(x_BW), approximate="tanh")))
+
+
+class TransformerBlock(nn.Module):
+    """One pre-norm transformer block: causal self-attention, then a feed-forward layer four times as wide, or
+    for each byte a mixture of some of such layers.
+    """
+
+    def __init__(self, width: int, heads: int, experts: ByteExperts = NO_EXPERTS) -> None:
         super().__init__()
         self.heads = heads
         self.attention_norm = nn.LayerNorm(width)
         self.projection = nn.Linear(width, 3 * width, bias=False)
         self.attention_out = nn.Linear(width, width, bias=False)
         self.feed_norm = nn.LayerNorm(width)
+        self.mixture: nn.Module | None = None
+        if experts.count:
+            self.mixture = LocalMixtureOfExperts(
+                width,
+                {f"ffn.{number}": FeedForward(width) for number in range(experts.count)},
+                grid=f"ffn.[0:{experts.count}]",
+                k_best=experts.per_byte,
+            )
+            return
         self.feed_in = nn.Linear(width, 4 * width, bias=False)
         self.feed_out = nn.Linear(4 * width, width, bias=False)
 
@@ -39,6 +75,9 @@ class TransformerBlock(nn.Module):
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x_BTW = x_BTW + self.attention_out(mixed.transpose(1, 2).reshape(batch, length, width))
+        if self.mixture is not None:
+            through: torch.Tensor = self.mixture(self.feed_norm(x_BTW).reshape(batch * length, width))
+            return x_BTW + through.view(batch, length, width)
         return cast(
             torch.Tensor,
             x_BTW + self.feed_out(functional.gelu(self.feed_in(self.feed_norm(x_BTW)), approximate="tanh")),
@@ -48,11 +87,20 @@ class TransformerBlock(nn.Module):
 class ByteTransformer(nn.Module):
     """A decoder-only language model over bytes: int64 [B, T] -> logits float32 [B, T, 256]."""
 
-    def __init__(self, *, width: int, layers: int, heads: int, context: int, seed: int) -> None:
+    def __init__(
+        self,
+        *,
+        width: int,
+        layers: int,
+        heads: int,
+        context: int,
+        seed: int,
+        experts: ByteExperts = NO_EXPERTS,
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
         self.position = nn.Parameter(torch.empty(context, width))
-        self.blocks = nn.ModuleList(TransformerBlock(width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(TransformerBlock(width, heads, experts) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         generator = torch.Generator().manual_seed(seed)
@@ -66,6 +114,8 @@ class ByteTransformer(nn.Module):
                     std=_DEVIATION / math.sqrt(2 * layers) if added else _DEVIATION,
                     generator=generator,
                 )
+            elif name.endswith("gate.projection.bias"):
+                nn.init.zeros_(parameter)
 
     def forward(self, bytes_BT: torch.Tensor) -> torch.Tensor:
         x_BTW = self.embedding(bytes_BT) + self.position[: bytes_BT.shape[1]]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from swarm.run.task import TaskData
 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?$"
-# A process that trains a tiny model takes this much more than one with the task bytelm: 113 MB were measured.
+# Additional memory of a process compared with the task bytelm: 113 MB were measured with a tiny model.
 _LIBRARIES_BYTES = 120 << 20
 _NEEDED = ("transformers", "peft", "safetensors", "pyarrow", "huggingface_hub")
 
@@ -38,7 +38,7 @@ class Lora(BaseModel):
 
     rank: Annotated[int, Field(ge=1, le=1024)] = 8
     alpha: Annotated[float, Field(gt=0, le=4096, allow_inf_nan=False)] = 16.0
-    # names of the layers with adapters, as in PEFT; none: all linear layers but the output
+    # names of the layers with adapters, as in PEFT; empty: all linear layers but the output
     targets: Annotated[
         tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9_.]{1,64}$")], ...], Field(max_length=64)
     ] = ()
@@ -55,7 +55,7 @@ class LanguageModelSettings(BaseModel):
     digest: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None  # of the folder's files
     method: Literal["lora", "full", "from-scratch"] = "lora"
     lora: Lora = Lora()
-    # a data set of the hub, with its revision; none: the folder of --data, or the Python standard library
+    # a data set of the hub, with its revision; None: the folder of --data, or the Python standard library
     data: Annotated[str, Field(pattern=HUB_NAME)] | None = None
     data_revision: Annotated[str, Field(pattern="^[0-9a-f]{40}$")] | None = None
     split: Annotated[str, Field(pattern=r"^[A-Za-z0-9_]{1,64}$")] = "train"
@@ -64,12 +64,13 @@ class LanguageModelSettings(BaseModel):
         16 << 20
     )  # upper bound of the text that is read
     sequence_length: Annotated[int, Field(ge=8, le=1 << 17)] = 512  # tokens of one sample
-    # samples are cut from all documents in a row; without it, each is the beginning of one document
+    # True: samples are cut from the concatenated documents; False: each is the beginning of one document
     packing: bool = True
-    # of the computation; parameters and averages are float32. auto: bfloat16 where a GPU has it
+    # dtype of the computation; parameters and averages are float32. auto: bfloat16 if the GPU supports it
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    gradient_checkpointing: bool = False  # less memory, a third more time
-    sample_every_epochs: Annotated[int, Field(ge=0, le=1 << 20)] = 20  # how often the model writes; 0: never
+    gradient_checkpointing: bool = False  # saves memory, takes a third more time
+    # interval of text samples in epochs; 0: never
+    sample_every_epochs: Annotated[int, Field(ge=0, le=1 << 20)] = 20
     prompt: Annotated[str, Field(min_length=1, max_length=500)] = "The"
 
     @model_validator(mode="after")
@@ -90,7 +91,7 @@ class CausalLanguageModel:
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         """Raise UsageError if the settings are not valid, a package is missing, or the model's folder is not
-        the one that they mean.
+        the one in the settings.
         """
         missing = [name for name in _NEEDED if find_spec(name) is None]
         if missing:
@@ -114,7 +115,7 @@ class CausalLanguageModel:
         return read_config(self.files)
 
     def describe(self, batch_size: int) -> TaskDescription:
-        """Return size and memory. Of a model of the hub, only its configuration is downloaded for it."""
+        """Return size and memory. Of a model on the hub, only the configuration is downloaded."""
         from swarm.run.tasks.causal_lm_model import activation_values, skeleton
 
         chosen = self.settings

@@ -32,7 +32,7 @@ _PERPLEXITY_MAX = 1e9
 class TextData:
     """Samples of L tokens, as int32 on the host; batches are copied to the device.
 
-    `training` has all samples to train on, `share` the numbers of those of this peer in this epoch.
+    `training` holds all training samples, `share` the indices of this peer's samples in this epoch.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class TextData:
         """Raise UsageError if the documents are too short for two samples."""
         self._tokenizer, self._settings, self._device = tokenizer, settings, device
         training, held_out = self._samples(documents.texts)
-        if not len(held_out) and len(training) > 1:  # no document is held out by its hash
+        if not len(held_out) and len(training) > 1:  # the hash held out no document
             cut = max(1, len(training) // _HELD_OUT_PART)
             training, held_out = training[:-cut], training[-cut:]
         if not len(training) or not len(held_out):
@@ -83,8 +83,9 @@ class TextData:
         return training, held_out
 
     def start_epoch(self, draw: Draw) -> None:
-        """Take this peer's share of the samples. Peers that know each other take disjoint ones: each block
-        goes to the peer with the highest number for it, so that one that comes or goes moves only its own.
+        """Take this peer's share of the samples. Peers that know each other take disjoint shares by
+        rendezvous hashing: each block goes to the peer with the highest hash for it. A peer that joins or
+        leaves therefore moves only its own blocks.
         """
         blocks = min(_BLOCKS_MAX, len(self.training))
         own = torch.rand(blocks, generator=torch.Generator().manual_seed(draw.seed))
@@ -101,7 +102,7 @@ class TextData:
         return samples[torch.randperm(len(samples), generator=self._generator)]
 
     def next_samples(self, count: int) -> torch.Tensor:
-        """Return the numbers of the next samples of this peer's share, which begins again after the last."""
+        """Return the indices of the next samples of this peer's share, which starts over after the last."""
         taken: list[torch.Tensor] = []
         while count:
             if self._place == len(self.share):
@@ -131,7 +132,7 @@ class TextData:
     def _loss(self, model: torch.nn.Module, samples_BL: torch.Tensor) -> torch.Tensor:
         """Return the mean cross-entropy in nats per token."""
         labels_BL = samples_BL.long().to(self._device)
-        # Padding comes last, and a token sees only those before it.
+        # Padding comes last and attention is causal, so no mask is needed.
         with self._precision():
             loss: torch.Tensor = model(input_ids=labels_BL.clamp(min=0), labels=labels_BL).loss
         return loss.float()
@@ -144,7 +145,7 @@ class TextData:
 
     @torch.no_grad()
     def write_sample(self, model: torch.nn.Module, epoch: int) -> str:
-        """Return the text with which the model goes on after the prompt; empty in most epochs."""
+        """Return the model's continuation of the prompt; empty in most epochs."""
         every = self._settings.sample_every_epochs
         if not every or epoch - self._written_epoch < every:
             return ""

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 _CONFIG_BYTES_MAX = 256 << 10
 _SAFE = {"trust_remote_code": False, "local_files_only": True}
 
-# PEFT uses names that transformers is about to remove: nothing that a volunteer could change
+# PEFT uses deprecated names of transformers; a volunteer can do nothing about the warning
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
 transformers.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 
 
 def read_config(files: ModelFiles) -> Any:
-    """Return the configuration of a model. Raise UsageError if it needs code of its own."""
+    """Return the configuration of a model. Raise UsageError if the model needs custom code."""
     path = files.config()
     check_config(read_json(path, _CONFIG_BYTES_MAX), path)
     try:
@@ -46,7 +46,7 @@ def skeleton(config: Any, settings: LanguageModelSettings) -> torch.nn.Module:
 
 
 def build(config: Any, files: ModelFiles, settings: LanguageModelSettings, seed: int) -> torch.nn.Module:
-    """Return the model in float32, on the CPU. The same seed gives the same new values."""
+    """Return the model in float32, on the CPU. The same seed gives the same initial values."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if settings.method == "from-scratch":
@@ -64,7 +64,7 @@ def build(config: Any, files: ModelFiles, settings: LanguageModelSettings, seed:
 
 def _enable_checkpointing(model: Any) -> None:
     kinds = {"use_reentrant": False}
-    if hasattr(model, "activation_checkpointing_enable"):  # its name in transformers 5.24
+    if hasattr(model, "activation_checkpointing_enable"):  # name of the method in transformers 5.24
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=kinds)
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kinds)
@@ -100,12 +100,13 @@ def activation_values(config: Any, *, checkpointing: bool) -> int:
 
 
 def load_tokenizer(files: ModelFiles) -> Any:
-    """Return the tokenizer. Raise UsageError if there is none without code of its own."""
+    """Return the tokenizer. Raise UsageError if there is none, or it needs custom code."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(files.folder(), use_fast=True, **_SAFE)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"the model has no tokenizer that can be read: {error}") from error
-    tokenizer.model_max_length = 1 << 40  # documents are longer; samples are cut afterwards
+    # avoids a warning about long documents, which are cut into samples afterwards
+    tokenizer.model_max_length = 1 << 40
     return tokenizer
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swarm.core.errors import UsageError
+from swarm.core.wording import size
 
 VOCABULARY = 256  # values of a byte
 VALIDATION_SAMPLES = 64  # of the held-out part, evaluated in one batch
@@ -55,10 +56,8 @@ class Corpus:
 
     @property
     def summary(self) -> str:
-        training, held_out = len(self.training) / 1e6, len(self.held_out) / 1e6
-        return (
-            f"{self.source}: {self.files:,} files, {training:.1f} MB to train on, {held_out:.1f} MB held out"
-        )
+        training, held_out = size(len(self.training)), size(len(self.held_out))
+        return f"{self.source}: {self.files:,} files, {training} to train on, {held_out} held out"
 
 
 def read_corpus(folder: Path | None, *, bytes_max: int, sample_bytes: int) -> Corpus:
@@ -82,7 +81,7 @@ def read_corpus(folder: Path | None, *, bytes_max: int, sample_bytes: int) -> Co
         target = held_out if is_held_out(path.relative_to(root).as_posix()) else training
         target += content[: bytes_max - len(training) - len(held_out)]
     if not held_out and len(training) >= 2 * _HELD_OUT_PART * sample_bytes:
-        # None of the few files is held out by its hash: hold out the end of the text instead.
+        # The hash held out none of the few files: hold out the end of the text instead.
         cut = len(training) - len(training) // _HELD_OUT_PART
         training, held_out = training[:cut], training[cut:]
     if min(len(training), len(held_out)) <= sample_bytes:

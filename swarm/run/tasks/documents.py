@@ -47,7 +47,7 @@ def documents_of(folder: Path | None, settings: LanguageModelSettings) -> Docume
         if not text.strip():
             continue
         text = text[:left]
-        # Parts of a long document are held out, not all of it or nothing.
+        # Split long documents, so that a part of one can be held out.
         length = _PART_CHARACTERS if settings.packing else len(text)
         chosen += [text[first : first + length] for first in range(0, len(text), length)]
         left -= len(text)

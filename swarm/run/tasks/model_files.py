@@ -12,11 +12,12 @@ import json
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from swarm.core.errors import NetworkError, SwarmError, UsageError
 from swarm.core.files import replace_durably
 from swarm.core.home import home
+from swarm.core.wording import size
 
 HUB_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}$"
 _CONFIG = "config.json"
@@ -36,14 +37,14 @@ _READ_BYTES = 1 << 20
 class ModelFiles(Protocol):
     """The files of one model."""
 
-    downloads: tuple[str, ...]  # what is downloaded from elsewhere, as sentences for users
+    downloads: tuple[str, ...]  # downloads from outside the swarm, as sentences for users
 
     def config(self) -> Path:
         """Return the path of the verified configuration."""
         ...
 
     def folder(self) -> Path:
-        """Return the folder of all verified files, after downloading what is missing."""
+        """Download missing files, and return the folder of all verified files."""
         ...
 
 
@@ -74,7 +75,7 @@ class FolderFiles:
         self._path = path
         if not path.is_dir():
             raise UsageError(
-                f"the run trains the model {name!r}, which its owner gives out: put its files into {path}"
+                f"the run trains the model {name!r}, which its owner distributes: put its files into {path}"
             )
         used = sorted(one for one in path.iterdir() if one.is_file() and _is_used(one.name, weights=weights))
         whole = hashlib.sha256()
@@ -87,7 +88,7 @@ class FolderFiles:
         if whole.hexdigest() != digest:
             raise UsageError(
                 f"the files in {path} are not those of the run (digest {whole.hexdigest()[:16]}…, not "
-                f"{digest[:16]}…): replace them by those that the run's owner gives out"
+                f"{digest[:16]}…): replace them by those that the run's owner distributes"
             )
         check_files(path)
 
@@ -103,7 +104,7 @@ class HubFiles:
 
     def __init__(
         self,
-        kind: str,
+        kind: Literal["model", "dataset"],
         name: str,
         revision: str,
         *,
@@ -123,9 +124,9 @@ class HubFiles:
                 f"{name} at {revision[:12]} has no file that can be read: {kind}s are read from "
                 + ("safetensors" if kind == "model" else "parquet, JSON lines and text")
             )
-        size = sum(one.size for one in self._files) / 1e6
-        known = f"licence {licence}" if licence else "its card names no licence"
-        self.downloads: tuple[str, ...] = (f"{name}: {size:,.0f} MB from the Hugging Face hub ({known})",)
+        whole = size(sum(one.size for one in self._files))
+        known = f"licence {licence}" if licence else "its model card names no licence"
+        self.downloads: tuple[str, ...] = (f"{name}: {whole} from the Hugging Face hub ({known})",)
 
     def config(self) -> Path:
         for one in self._files:
@@ -175,7 +176,8 @@ class HubFile:
 
 
 def _hub_files(kind: str, name: str, revision: str) -> tuple[list[HubFile], str]:
-    """Return the files of a repository at a commit and the licence of its card; empty if it names none.
+    """Return the files of a repository at a commit, and the licence that its card names; empty if it names
+    none.
 
     The hub is asked once for each commit, which never changes: later starts need no network.
     """
@@ -237,18 +239,18 @@ def check_files(folder: Path) -> None:
 
 
 def check_config(config: dict[str, Any], where: Path) -> None:
-    """Raise UsageError if a configuration needs code of its own, or has numbers that nobody trains."""
+    """Raise UsageError if a configuration needs custom code, or exceeds the limits of size."""
     for key in ("auto_map", "custom_pipelines", "quantization_config", "trust_remote_code"):
         if config.get(key):
-            raise UsageError(f"{where} has {key}: models that need code of their own are not trained")
+            raise UsageError(f"{where} has {key}: models that need custom code are not supported")
     for key, value in config.items():
-        # Each is an object in Python, also in a model without values.
+        # Each layer is a Python object even in a model without values, so the number is limited.
         if ("layer" in key or "expert" in key) and isinstance(value, int) and value > _PARTS_MAX:
-            raise UsageError(f"{where}: {key} = {value} is more than is ever trained")
+            raise UsageError(f"{where}: {key} = {value} is more than is supported")
 
 
 def read_json(path: Path, bytes_max: int) -> dict[str, Any]:
-    """Return the table in a JSON file. Raise UsageError if it is none, or larger than `bytes_max`."""
+    """Return the table in a JSON file. Raise UsageError if it is not one, or is larger than `bytes_max`."""
     try:
         with path.open("rb") as stream:
             raw = stream.read(bytes_max + 1)
@@ -256,12 +258,12 @@ def read_json(path: Path, bytes_max: int) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path} cannot be read: {_line(error)}") from error
     if not isinstance(table, dict):
-        raise UsageError(f"{path} is no table of JSON, or larger than {bytes_max >> 10} KiB")
+        raise UsageError(f"{path} is not a table of JSON, or larger than {bytes_max >> 10} KiB")
     return table
 
 
 def _hash_of(path: Path, digest: Any) -> str:
-    """Return the hash of a file's content, after what `digest` has hashed already."""
+    """Return the digest, after updating it with the content of a file."""
     with path.open("rb") as stream:
         while part := stream.read(_READ_BYTES):
             digest.update(part)

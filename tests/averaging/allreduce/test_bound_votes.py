@@ -1,4 +1,4 @@
-"""A member whose round fails although its vote is in the certificate: the vote goes on to bind it."""
+"""A member whose round fails although its vote is in the certificate: the vote still binds it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ DIGESTS = [digest_payload(bytes([chunk])) for chunk in range(3)]
 
 
 def test_a_vote_in_a_certificate_binds_although_its_averages_cannot_be_had() -> None:
-    """The member votes as an elector for what the others voted for, before its last average comes. If that
-    vote were free, two electors elsewhere could make a second certificate with it.
+    """The member votes as an elector for the others' result before its last average arrives. If it were
+    released from that vote, two electors elsewhere could make a second certificate with it.
     """
     setup = round_setup(IDENTITIES[:3])
     setup = replace(setup, electors=tuple(one.peer_id for one in IDENTITIES))

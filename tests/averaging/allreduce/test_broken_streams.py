@@ -1,4 +1,4 @@
-"""Streams that break while their member lives: whose values count."""
+"""Streams that break while their member is alive: whether its values count."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ SENDER, CHUNKS = 1, 2
 
 @pytest.mark.parametrize("sent", [0, 1, CHUNKS])
 def test_a_sender_whose_stream_breaks_is_left_out_only_if_values_are_missing(sent: int) -> None:
-    """One that has sent everything closes its stream as soon as the round is committed, perhaps before the
-    writing of the last average to it has returned here.
+    """A member that has sent everything closes its stream as soon as the round is committed, perhaps before
+    the write of its last average has returned here.
     """
     machine = RoundMachine(round_setup(IDENTITIES, chunks_each=CHUNKS))
     machine.begin()

@@ -1,4 +1,4 @@
-"""Reducers that say that they wait for another member: how long this excuses them."""
+"""Reducers that report that they wait for another member: how long this excuses them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ WAITING_BYTES = 20_000  # a message that looks like work by its size
 
 
 def lost_s(*, gives_s: float = 0.0) -> dict[int, float]:
-    """Return when each of two reducers is lost, while both say every other second that they wait. A third
-    one gives everything at once. `gives_s`: until when the doubted one also gives an average every 8 s.
+    """Return the time at which each of two reducers is lost, while both report every other second that they
+    wait. A third one sends everything at once. `gives_s`: until this time the doubted one also sends an
+    average every 8 s.
     """
     setup = round_setup(IDENTITIES, chunks_each=4, deadline_s=ROUND_S)
     group = replace(setup.group, doubted=frozenset({setup.peer_id(DOUBTED)}))
@@ -49,7 +50,7 @@ def lost_s(*, gives_s: float = 0.0) -> dict[int, float]:
     return lost
 
 
-def test_a_reducer_with_earlier_faults_that_only_says_that_it_waits_is_lost_after_15_s() -> None:
+def test_a_reducer_with_earlier_faults_that_only_reports_waiting_is_lost_after_15_s() -> None:
     """Before, it was waited for until 70 % of the round's time was over, in each of its rounds."""
     lost = lost_s()
     assert 15.0 <= lost[DOUBTED] <= 15.5

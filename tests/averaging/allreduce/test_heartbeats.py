@@ -53,7 +53,7 @@ def test_a_late_member_gets_heartbeats_at_the_usual_interval() -> None:
 
 
 def test_a_member_that_only_receives_still_sends_heartbeats() -> None:
-    """A member that cannot dial it has no other way to see that it is alive."""
+    """A member that cannot dial it cannot detect otherwise that it is alive."""
     liveness, heartbeats_sent = FailureDetector([1], [], 0.0), 0
     for nth in range(1, 51):
         liveness.heard(1)
@@ -93,8 +93,8 @@ def test_a_silent_member_that_exchanges_no_values_with_this_one_is_found_nearly_
 
 
 def pausing(places: list[int], pause_s: float, seconds: int) -> FailureDetector:
-    """Return a detector of members that are heard in bursts of ten messages, a pause after each, and of
-    member 0, which is heard all the time.
+    """Return a detector of members that send bursts of ten messages with pauses, and of member 0, which sends
+    constantly.
     """
     liveness = FailureDetector([0, *places], [], 0.0)
     for nth in range(1, seconds * 10 + 1):
@@ -191,7 +191,7 @@ def test_a_busy_member_of_a_large_group_that_pauses_is_not_marked_failed(
 
 
 def test_slow_members_of_a_large_group_get_no_more_heartbeats_than_prompt_ones() -> None:
-    """Where many peers share a processor, heartbeats to those that answer late make all of them later."""
+    """If many peers share a processor, heartbeats to late ones make all of them later."""
     sent = {}
     for round_trip_s in (0.0, 0.4):
         liveness, due, sent[round_trip_s] = (
@@ -213,7 +213,7 @@ def test_slow_members_of_a_large_group_get_no_more_heartbeats_than_prompt_ones()
 def test_a_late_process_sends_fewer_heartbeats() -> None:
     prompt = heartbeats_of_a_group(9, distant=False, tick_s=0.1)
     late = heartbeats_of_a_group(9, distant=False, tick_s=0.5)
-    # its clock of silence runs a fifth as fast, and it rests for as long as it is late
+    # its silence counts at a fifth of the speed, and its rest is as long as its lateness
     assert late <= prompt / 8
 
 
@@ -243,7 +243,7 @@ def test_a_member_that_nobody_can_probe_sends_as_many_heartbeats_when_it_was_lat
             receiver.unanswered(place)  # it cannot be called
 
 
-def test_slow_answers_in_a_large_group_do_not_put_off_for_long_when_a_failure_is_noticed() -> None:
+def test_slow_answers_in_a_large_group_delay_failure_detection_only_briefly() -> None:
     """Regression test: the rest before a late answer counted as a pause; three of those are waited for."""
     members = list(range(1, 65))
     liveness = FailureDetector(members, [], 0.0, distant=members)

@@ -1,4 +1,4 @@
-"""The tensor work of a round: the same bytes whether a chunk is one block or many, and what cannot be sent or
+"""The tensor work of a round: equal bytes for chunks of one or many blocks, and values that cannot be sent or
 averaged.
 """
 

@@ -167,7 +167,7 @@ def test_the_version_that_most_hold_wins() -> None:
     assert chosen[1] == (version(0, A), [1])  # the lower attempt
     assert chosen[2] == (version(1, A), [0])  # the smaller digest
     assert 3 not in chosen
-    assert chosen[4] == (version(2, B), [2])  # something is better than nothing
+    assert chosen[4] == (version(2, B), [2])  # a minority result is better than none
 
 
 # ---- the failure detector
@@ -224,7 +224,7 @@ def test_any_message_in_both_directions_replaces_heartbeats() -> None:
 
 
 def test_time_in_which_this_process_was_stopped_does_not_count_as_silence() -> None:
-    """Stopped for ten seconds, or starved of processor time, this process accuses nobody for it."""
+    """Stopped for ten seconds, or starved of processor time, this process accuses no member because of it."""
     liveness = known([1], [2])
     assert ticks(liveness, 0.0, 3, 10.0)[1] == []
 

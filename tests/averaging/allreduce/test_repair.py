@@ -149,7 +149,7 @@ def test_a_client_helps_the_successor_without_lacking_anything() -> None:
 
 @pytest.mark.parametrize("seed", range(100))
 def test_repairs_end_with_all_chunks_or_a_failure(seed: int) -> None:
-    """Members that hold some chunks and lose others on the way: all come to hold everything, or die."""
+    """Members that hold some chunks and lose others in transit: all get everything in the end, or fail."""
     rng = random.Random(seed)
     chunks = rng.randint(1, 20)
     members = {place: repair(place, chunks=0) for place in (0, 2, 3)}
@@ -197,7 +197,7 @@ def test_repairs_end_with_all_chunks_or_a_failure(seed: int) -> None:
 def ticks(
     pacing: StragglerDetector, start_s: float, seconds: float, waited_for: list[int]
 ) -> list[tuple[float, int]]:
-    """Return the members that are given up, and when."""
+    """Return the members that are marked failed, with the times."""
     over: list[tuple[float, int]] = []
     for nth in range(1, int(seconds / PACE_TICK_S) + 1):
         now_s = start_s + nth * PACE_TICK_S
@@ -242,7 +242,7 @@ def forecast(floor_s: float = 4.0, senders: int = 3) -> TransferEta:
 
 
 def test_a_member_that_cannot_finish_in_time_is_detected_from_its_rate() -> None:
-    """Once its pace has been watched for a while, and not before; one that can make it is left alone."""
+    """Only after its rate has been measured for a while; a member that can finish is not affected."""
     given, found = forecast(), []
     for nth in range(1, 41):
         given.came(0, 2_000)
@@ -278,7 +278,7 @@ def test_the_rate_of_a_delayed_member_is_measured_afterwards() -> None:
     assert [place for place, _ in given.late([1], 61.0)] == [1]  # nothing came, and it is too late
 
 
-def test_a_member_that_is_excused_again_and_again_is_late_once_its_time_is_over() -> None:
+def test_a_repeatedly_excused_member_is_late_once_its_time_is_over() -> None:
     """Before, a reducer that said every other second that it waits was waited for until the round failed."""
     given = forecast()
     given.came(0, 2_000)
@@ -288,8 +288,8 @@ def test_a_member_that_is_excused_again_and_again_is_late_once_its_time_is_over(
         assert given.late([0], float(now_s)) == ([(0, math.inf)] if now_s > 60 else [])
 
 
-def test_a_member_that_sent_more_than_it_owed_is_late_once_its_time_is_over() -> None:
-    """Before, one that sent anything in place of what it owed had no time that could be over."""
+def test_a_member_that_sent_surplus_data_is_late_once_its_time_is_over() -> None:
+    """Before, a member that sent other data than it owed had no deadline."""
     given = forecast()
     given.came(0, 2 << 20)
     assert given.late([0], 60.0) == []

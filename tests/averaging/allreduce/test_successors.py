@@ -1,4 +1,4 @@
-"""Successors of a lost reducer that live and make nothing of its chunks: events in, effects out."""
+"""Live successors of a lost reducer that produce none of its chunks: events in, effects out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ IDENTITIES = [SeededIdentity(f"successor {place}") for place in range(4)]
 EVERYBODY = encode_places(range(4), 4)
 LOST = 2  # its successors are members 3, 0 (which is tested) and 1
 QUESTION_S = 1.0  # how long the others let a question wait for news
-PATIENCE_MAX_S = 45.0  # in a long round: at most this long, nothing comes of a successor
+PATIENCE_MAX_S = 45.0  # in a long round: a successor without results is waited for at most this long
 
 
 def version(chunk: int, attempt: int = 0) -> Version:
@@ -23,7 +23,9 @@ def version(chunk: int, attempt: int = 0) -> Version:
 
 
 class Observed:
-    """The member at place 0 of four. The others live, hold what the test says, and answer."""
+    """The member at place 0 of four. The others are alive, hold the chunks that the test defines, and
+    answer.
+    """
 
     def __init__(self, setup: RoundSetup) -> None:
         self.machine = RoundMachine(setup)
@@ -32,7 +34,7 @@ class Observed:
         self.held: dict[int, dict[int, Version]] = {place: {} for place in setup.members}
         self.asked: list[tuple[float, int]] = []  # when a question that may wait was asked, and which member
         self.fetched: dict[int, Version] = {}
-        self.unsealed: set[int] = set()  # members that say for ever that averages are on their way to them
+        self.unsealed: set[int] = set()  # members that always report averages in transit to them
         self.took_over: dict[int, float] = {}  # by chunk: when the values of others were fetched
         self._waiting: list[tuple[float, do.AskInventory]] = []
         self._perform(self.machine.begin())
@@ -51,7 +53,7 @@ class Observed:
                 self.step(on.AverageChecked(chunk.index, version(chunk.index).digest))
 
     def lose(self) -> None:
-        """The averages of the others come, and the first one of the lost reducer is none."""
+        """The averages of the others arrive, and the first one of the lost reducer is invalid."""
         self.averages(*(place for place in self.machine.setup.plan.reducers if place not in (0, LOST)))
         self.step(on.AverageArrived(LOST, self.chunks[0], EVERYBODY, b"", CHUNK_BYTES))
         self.step(on.AverageChecked(self.chunks[0], None, "element 0 is nan"))
@@ -99,7 +101,7 @@ def test_the_next_member_takes_over_from_a_successor_that_makes_nothing() -> Non
     one.run(100.0)
     assert [*one.took_over] == one.chunks
     (took_over_s,) = one.took_over.values()
-    # not before the successor may have waited in vain for the values of a member
+    # not before the successor's own wait for a member's values may have ended
     assert 30.0 < took_over_s < PATIENCE_MAX_S
 
 
@@ -124,7 +126,7 @@ def test_a_successor_is_passed_over_that_stops_in_the_middle() -> None:
     assert 20.0 + 30.0 < one.took_over[one.chunks[1]] < 20.0 + PATIENCE_MAX_S
 
 
-def test_a_successor_does_not_wait_for_a_member_that_says_for_ever_that_averages_come_to_it() -> None:
+def test_a_successor_does_not_wait_for_a_member_that_always_reports_incoming_averages() -> None:
     """Before, no chunk of the lost reducer was reduced again until the round failed at its deadline."""
     one = Observed(round_setup(IDENTITIES, clients=[3], deadline_s=60.0))
     one.unsealed = {1}
@@ -164,7 +166,7 @@ def test_an_auxiliary_member_takes_over_when_others_ask_it_as_the_next_successor
     one = Observed(round_setup(IDENTITIES, auxiliaries=[0], deadline_s=120.0))
     one.step(on.InventoryAsked(1, 1, InventoryQuestion(LOST)))  # as every member is asked once
     one.run(60.0)
-    assert not one.took_over  # as far as it knows, the successor works
+    assert not one.took_over  # as far as it knows, the successor is working
     one.step(on.InventoryAsked(2, 1, InventoryQuestion(LOST, wait=True, known_sealed=True)))
     one.run(75.0)
     assert [*one.took_over] == one.chunks
@@ -179,8 +181,8 @@ def test_an_auxiliary_member_leaves_a_successor_its_time() -> None:
     assert not one.took_over
 
 
-def test_a_member_that_says_the_same_again_at_once_is_asked_ten_times_a_second_at_most() -> None:
-    """One whose round is over does not wait for news before it answers, whatever it is asked."""
+def test_a_member_that_repeats_its_answer_is_asked_at_most_ten_times_a_second() -> None:
+    """A member whose round is over answers every question at once, without waiting for news."""
     one = Observed(round_setup(IDENTITIES))
     one.lose()
     question = InventoryQuestion(LOST, wait=True, known=0, known_sealed=True)

@@ -1,4 +1,4 @@
-"""Golden transcripts of the round's machine: what happens to one member, and what it wants done.
+"""Golden transcripts of the round's machine: the events of one member, and its effects.
 
 `SWARM_REWRITE_TRANSCRIPTS=1 pytest tests/averaging/allreduce/test_transcripts.py` writes the files again; the
 difference shows what a change of the machine does.

@@ -1,4 +1,4 @@
-"""Which members are told how a round ended."""
+"""Which members are informed of the end of a round."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def test_a_member_whose_answer_shows_that_it_knows_the_certificate_is_told_nothi
 
 
 def test_a_member_whose_round_is_over_and_that_says_nothing_new_is_asked_again_after_a_pause() -> None:
-    """A liar has sent this member two votes, which it does not count: another one takes one of them for news,
-    and answers at once.
+    """A liar has sent this member two votes, which it does not count. Another member considers one of them
+    news, and answers at once.
     """
     identities = [SeededIdentity(f"votes {place}") for place in range(3)]
     setup = round_setup(identities)
@@ -61,7 +61,7 @@ def test_a_member_whose_round_is_over_and_that_says_nothing_new_is_asked_again_a
     assert 1 in [ask.place for ask in exchange.asks({0, 1, 2}, 3.05)], "it has something new to tell"
 
 
-def test_a_member_that_told_its_vote_is_asked_again_only_after_the_answers_of_others() -> None:
+def test_a_member_that_sent_its_vote_is_asked_again_only_after_answers_of_others() -> None:
     """Each of four members tells its own vote first: this member has the certificate once the others answer,
     and asks again only where they do not.
     """

@@ -26,7 +26,7 @@ def test_two_quorums_of_the_same_electors_share_a_peer(count: int) -> None:
     quorums = [chosen for chosen in subsets if is_quorum(electors, chosen)]
     assert quorums
     assert all(one & other for one, other in itertools.product(quorums, quorums))
-    # of any two halves one can go on
+    # of any two halves one can continue
     assert all(
         is_quorum(electors, chosen) != is_quorum(electors, set(electors) - chosen) for chosen in subsets
     )

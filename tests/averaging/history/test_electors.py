@@ -1,5 +1,5 @@
-"""How peers become electors: by certified work, and only a few in an hour; and what a thousand free
-identities get of it.
+"""How peers become electors: by certified work, and only a few in an hour; and the gain of a thousand free
+identities.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def test_an_elector_leaves_with_the_third_certificate_in_a_row_that_it_misses() 
 def test_the_junior_one_of_two_electors_does_not_depend_on_an_absent_one(
     electors: tuple[PeerId, ...], here: list[PeerId], left: tuple[PeerId, ...]
 ) -> None:
-    """Otherwise it would pause for a grace, since the one that is away knows the head no more."""
+    """Otherwise it would pause for a grace, because the absent one does not know the head any more."""
     assert rounds(electors, SETTLED, here)[0] == left
 
 
@@ -226,7 +226,7 @@ def test_after_a_break_the_contributors_inherit_that_the_history_knows_best(
     assert electors_after(electors, register, contributors, is_break=True)[0] == heirs
 
 
-def test_identities_that_contribute_once_displace_no_newcomer_that_goes_on() -> None:
+def test_identities_that_contribute_once_displace_no_newcomer_that_continues() -> None:
     found = rounds([A], SETTLED, [A, B])
     for start in range(0, 180, 60):
         found = electors_after(*found, [A, B, *CROWD[start : start + 60]], is_break=True)
@@ -261,7 +261,7 @@ def test_a_certificate_with_other_electors_than_the_rule_says_is_refused(change:
         certificate(forged, [A, B, C, D, E]).check(electors, register)
 
 
-def test_a_clock_grants_an_hour_once_it_has_passed_and_refuses_one_that_comes_too_early() -> None:
+def test_a_growth_clock_grants_an_hour_after_it_has_passed_and_not_earlier() -> None:
     clock = GrowthClock()
     assert not clock.is_over(1000.0)
     assert not clock.is_too_early(1001.0, outside=False), "it may have started late"

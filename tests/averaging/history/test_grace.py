@@ -3,7 +3,7 @@ from __future__ import annotations
 from averaging.history.grace import GRACE_S_MIN, SleepWatch
 
 
-def test_a_process_has_slept_when_its_clock_went_on_for_longer_than_the_shortest_grace() -> None:
+def test_a_process_has_slept_when_its_clock_continued_for_longer_than_the_shortest_grace() -> None:
     now_s = 1000.0
     watch = SleepWatch(lambda: now_s)
     found = []

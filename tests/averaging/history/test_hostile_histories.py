@@ -1,4 +1,4 @@
-"""Liars that show histories of their own making: one honest peer with a say suffices."""
+"""Liars that show self-made histories: one honest peer with a voice is enough."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_stranger_with_a_longer_chain_from_the_beginning_moves_nobody(rounds: 
 
 
 @pytest.mark.parametrize("liars", [1, 3])
-def test_a_peer_that_was_away_follows_the_live_electors_of_its_head_and_no_number_of_strangers(
+def test_a_returning_peer_follows_live_electors_of_its_head_and_not_strangers(
     liars: int,
 ) -> None:
     mine, others = made_by([A, B, C], 3), made_by([A, B, C], 3, B)
@@ -97,7 +97,9 @@ def test_a_peer_that_was_away_follows_the_live_electors_of_its_head_and_no_numbe
 
 
 def test_a_peer_that_was_away_until_no_elector_was_left_follows_its_introducer() -> None:
-    """Without an introducer in the run it stays: nothing tells later members from strangers."""
+    """Without an introducer in the run it stays, because later members cannot be distinguished from
+    strangers.
+    """
     mine, others = made_by([A, B], 3), made_by([A, B], 3, C)
     grow(others, [C], CERTIFICATES_MAX + 5, is_break=True)
     mine.may_break(0.0, 1.0)
@@ -138,7 +140,9 @@ def test_a_break_that_a_stranger_appends_to_an_honest_history_wins_no_voices() -
 
 
 def test_a_newcomer_whose_introducers_take_no_part_follows_the_members_that_these_named() -> None:
-    """Regression test: behind a bootstrap peer that is no member the larger number of identities decided."""
+    """Regression test: behind a bootstrap peer that is not a member, the larger number of identities
+    decided.
+    """
     honest, forged = made_by([A, B], 5), made_by([LIAR], 90)
     strangers = [identity(200 + number).peer_id for number in range(30)]
     shown = {A: honest, B: honest, **dict.fromkeys(strangers, forged)}

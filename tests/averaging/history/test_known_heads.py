@@ -1,9 +1,9 @@
-"""Which peers have a voice in what a newcomer follows."""
+"""Which peers have a voice in the history that a newcomer follows."""
 
 from __future__ import annotations
 
 from averaging.history.known_heads import ASK_AGAIN_S, SILENT_S, KnownHeads
-from swarm.core.ids import Address, Contact
+from swarm.core.ids import Address, Contact, PeerId
 from tests.averaging.history.peers import PEERS
 
 A, B, C = (Contact(peer, (Address("127.0.0.1", 1000),)) for peer in PEERS[:3])
@@ -28,8 +28,8 @@ def test_a_peer_that_answers_no_call_for_long_has_no_voice() -> None:
 
 
 def test_a_peer_is_silent_since_it_was_heard_last_and_not_since_the_first_call() -> None:
-    """Regression test: a newcomer whose download had failed did not follow the peer that lived until the
-    others had been dead, and asked by itself, for 15 s more.
+    """Regression test: a newcomer whose download had failed followed the live peer only after it had itself
+    asked the failed ones for another 15 s.
     """
     heads = known()
     heads.heard(B, HEAD, 40.0)
@@ -73,3 +73,17 @@ def test_one_question_about_a_head_is_not_repeated_within_a_second() -> None:
     assert asked(0.9) == [[C]]
     assert asked(ASK_AGAIN_S) == [[B, A]]
     assert asked(ASK_AGAIN_S, b"p" * 32) == [[C], [B, A]], "this peer's own history has moved"
+
+
+def test_strangers_of_any_number_displace_no_member() -> None:
+    """Regression: of 300 strangers that reported heads the last 256 stayed, and members that were cut off
+    counted as gone, for which nobody waits.
+    """
+    heads, members = KnownHeads(), {A.peer_id, B.peer_id}
+    strangers = [Contact(PeerId(number.to_bytes(32, "big")), ()) for number in range(1, 301)]
+    for contact in (A, B, *strangers):
+        heads.heard(contact, HEAD, 0.0, members.__contains__)
+        heads.missed(contact.peer_id, 0.0, refused=contact not in (A, B))
+    assert not heads.is_gone(A.peer_id)
+    assert heads.reported(0.0).keys() == members
+    assert heads.contacts(one.peer_id for one in strangers[-200:]) == strangers[-200:]

@@ -82,7 +82,7 @@ def test_equal_histories_are_the_same_and_a_shorter_one_is_behind() -> None:
     assert (relation(a, b), relation(b, a)) == (Relation.BEHIND, Relation.AHEAD)
 
 
-def test_a_peer_that_slept_for_many_rounds_is_behind_and_one_for_too_many_unrelated() -> None:
+def test_a_peer_that_slept_for_many_rounds_is_behind_and_for_too_many_rounds_unrelated() -> None:
     a, b = together([A, B], 3)
     for _ in range(CERTIFICATES_MAX - 1):
         step([a], [A])
@@ -113,7 +113,7 @@ def test_a_peer_that_lags_in_a_history_longer_than_what_is_kept_gets_exactly_wha
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_the_side_that_went_on_without_a_break_continues(order: tuple[int, int]) -> None:
+def test_the_side_that_continued_without_a_break_continues(order: tuple[int, int]) -> None:
     a, b, c, _ = together([A, B, C, D], 2)
     step([a, b], [A, B])  # half of them, with the most senior
     step([c], [C, D], is_break=True)
@@ -191,7 +191,7 @@ def test_a_stranger_cannot_lead_a_peer_away_with_a_break() -> None:
     assert relation(a, stranger) is Relation.LOSES
 
 
-def test_a_peer_that_waits_for_a_quorum_follows_an_elector_that_went_on_with_a_break() -> None:
+def test_a_peer_that_waits_for_a_quorum_follows_an_elector_that_continued_with_a_break() -> None:
     a, b, c = together([A, B, C], 2)
     step([c], [C], is_break=True)
     assert relation(a, c) is Relation.LOSES  # it has not missed a quorum
@@ -260,7 +260,7 @@ def test_a_lineage_votes_on_its_own_head_only() -> None:
     assert "another head" in a.refusal(about, b"x" * 32)
 
 
-def test_an_elector_that_was_restored_does_not_vote_on_the_head_that_it_had_been_an_elector_of() -> None:
+def test_a_restored_elector_does_not_vote_on_its_former_head() -> None:
     b = together([A, B], 2)[1]
     again = lineage(A)
     again.adopt(b.chain())
@@ -278,7 +278,7 @@ def test_loading_the_present_head_again_keeps_the_promise() -> None:
     assert a.is_promised
 
 
-def test_the_grace_is_counted_while_this_peer_is_awake_and_begins_anew_with_a_quorum() -> None:
+def test_the_grace_counts_only_awake_time_and_restarts_after_a_quorum() -> None:
     a, _ = together([A, B], 1)
     assert not a.may_break(0.0, epoch_s=20.0)
     assert not a.may_break(3600.0, epoch_s=20.0)  # it was suspended
@@ -308,7 +308,7 @@ def test_a_peer_that_is_a_quorum_by_itself_abstains_after_a_sleep(
     assert bool(one.refusal(upon(one, electors), b"x" * 32)) is abstains
 
 
-def test_a_peer_that_has_slept_follows_the_elector_that_went_on_with_a_break() -> None:
+def test_a_peer_that_has_slept_follows_the_elector_that_continued_with_a_break() -> None:
     a, b = together([A, B], 2)
     b.extend(alone(b, is_break=True))
     assert a.relation(b.chain()) is Relation.LOSES

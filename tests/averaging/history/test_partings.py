@@ -1,4 +1,6 @@
-"""Histories that parted more certificates ago than they keep: where the electors of that time are decides."""
+"""Histories that parted more certificates ago than they keep: the location of the electors of that time
+decides.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +93,9 @@ def test_one_liar_among_the_electors_leads_nobody_away() -> None:
 
 
 def test_a_peer_that_slept_does_not_take_back_what_others_made_meanwhile() -> None:
-    """The senior one of two decides alone. It has slept, and its history is older than the others' break."""
+    """The senior one of two peers is a quorum alone. It has slept, and its history is older than the others'
+    break.
+    """
     asleep, own = parted([A, B], [([A], 0, False), ([B], 2 * KEPT, True)])
     assert choice(own, {A: asleep}) is None
     grow(asleep, [A], 1)

@@ -61,7 +61,7 @@ def test_a_peer_that_votes_twice_counts_for_nothing() -> None:
     assert votes.results == {X: 1}
 
 
-def test_a_certificate_is_made_anew_when_a_vote_or_a_goodbye_comes() -> None:
+def test_a_certificate_is_rebuilt_after_each_vote_or_goodbye() -> None:
     votes, about = tally([A, B, C], [A, B, C])
     votes.add(vote(A, about, X))
     votes.add(vote(B, about, X))

@@ -40,7 +40,7 @@ def vector(tensors: Any) -> torch.Tensor:
 @dataclass
 class Seat:
     net: torch.nn.Module
-    mode: Any  # a Mode; its learner's insides are looked at, too
+    mode: Any  # a Mode; tests also inspect its learner
 
     def step(self, seed: int, samples: int) -> None:
         backward(self.net, seed, samples)

@@ -1,5 +1,5 @@
-"""Reports of one peer about another while a group forms: when they are believed, and when a message of that
-peer itself takes precedence.
+"""Reports of one peer about another while a group forms: when they count, and when a message of that peer
+itself takes precedence.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def test_a_peer_that_looks_for_this_round_is_not_marked_busy_by_a_report_about_t
     assert {member.peer_id for member in group.members} == {contact(5).peer_id, *both}
 
 
-def test_without_round_keys_a_report_about_a_round_that_is_over_here_marks_nobody_busy() -> None:
+def test_without_round_keys_a_report_about_a_finished_round_marks_no_peer_busy() -> None:
     """Peer 7 searches again, and so does this peer; peer 6 has not ended the round of all three yet."""
     bench = MatchmakerBench.make(target_group_size=8)
     bench.start(holder(6), holder(7))
@@ -69,9 +69,9 @@ def test_a_peer_reported_to_be_in_this_round_with_others_is_not_waited_for() -> 
     assert isinstance(outcome(bench.machine.poll(0.03)), Group)
 
 
-def test_a_peer_of_another_round_is_waited_for_by_a_whole_swarm_and_not_by_a_cell() -> None:
-    """A peer of a cell that looks for another round goes to another cell before it comes to this round, or
-    has passed it. Where there is one cell it may be one round behind.
+def test_a_single_group_waits_for_a_peer_of_another_round_and_a_cell_does_not() -> None:
+    """A peer of a cell that looks for another round visits another cell before this round, or has finished
+    this round. With a single cell it may be one round behind.
     """
     for place, waits in (("4.32.30", False), ("", True)):
         bench = MatchmakerBench.make(target_group_size=8)

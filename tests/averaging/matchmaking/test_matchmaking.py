@@ -81,8 +81,8 @@ def test_a_search_asks_many_idle_peers_again_no_more_often_than_a_few() -> None:
 
 
 def test_a_later_message_counts_even_if_it_arrives_first() -> None:
-    """The peer was idle when it was queried; its own search began before its reply arrived here: it is on its
-    way, and not gone elsewhere.
+    """The peer was idle when it was queried, and its own search began before its reply arrived here: it will
+    join, and has not gone elsewhere.
     """
     bench = MatchmakerBench.make(target_group_size=8)
     bench.start(holder(6), holder(7))
@@ -134,7 +134,7 @@ def test_each_change_of_status_increases_the_turn() -> None:
 
 @pytest.mark.parametrize(("key", "joins"), [("", True), ("other", False)])
 def test_a_search_joins_at_once_a_leader_that_asked_before_it_began(key: str, joins: bool) -> None:
-    """Peer 1 looked for a group while this peer was busy: it is joined without being asked first."""
+    """Peer 1 searched for a group while this peer was busy: this peer joins it without querying it first."""
     bench = MatchmakerBench.make()
     bench.machine.on_query(query_of(1, 9.0, key=key), 0.0)
     effects = bench.start(holder(1), holder(6))
@@ -303,9 +303,9 @@ def test_a_peer_with_other_tensors_is_named_and_not_waited_for() -> None:
     assert contact(1).peer_id.short in failed.detail
 
 
-def test_a_peer_that_is_called_in_another_way_by_now_is_called_so_in_the_same_search() -> None:
-    """Regression test: a search called peers whose relays had changed through those of the records that it
-    began with, to its end.
+def test_a_search_uses_changed_addresses_and_relays_of_a_peer() -> None:
+    """Regression test: until its end, a search called peers with changed relays through the relays of its
+    first records.
     """
     bench = MatchmakerBench.make()
     bench.start(holder(1), holder(2), key="7")
@@ -330,6 +330,25 @@ def test_a_search_ends_as_unreachable_after_a_second_failed_query() -> None:
     assert isinstance(failed, SearchFailed)
     assert failed.reason == "unreachable"
     assert "connection refused" in failed.detail
+
+
+def test_a_peer_behind_relays_is_given_up_only_after_the_time_to_replace_a_lost_relay() -> None:
+    """Regression test: peers behind a relay that froze gave each other up after two calls, and the one that
+    came last waited for the others to its deadline.
+    """
+    bench = MatchmakerBench.make()
+    relay = contact(9)
+    hidden = replace(holder(1), contact=replace(contact(1), addresses=(), relays=(relay, contact(8))))
+    bench.start(hidden)
+    now_s = 0.0
+    for now_s in (0.01, 0.3, 2.4, 4.5):
+        bench.machine.on_query_failed(contact(1).peer_id, "no answer within 1 s", now_s)
+        assert outcome(poll_after_read(bench, now_s, hidden)) is None
+    bench.machine.on_query_failed(contact(1).peer_id, "no answer within 1 s", 6.5)
+    assert ReadRecords() in poll_after_read(bench, 6.5, hidden)
+    failed = outcome(poll_after_read(bench, 6.6, hidden))
+    assert isinstance(failed, SearchFailed)
+    assert failed.reason == "unreachable"
 
 
 def test_idle_peers_are_named_at_the_deadline() -> None:
@@ -375,7 +394,7 @@ def test_a_group_with_wrong_values_of_this_peer_is_refused() -> None:
         0.01,
     )
     assert outcome(bench.machine.poll(0.01)) is None
-    assert isinstance(outcome(bench.machine.poll(10.0)), SearchFailed), "it went on searching"
+    assert isinstance(outcome(bench.machine.poll(10.0)), SearchFailed), "it continued searching"
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf"), 1e13])

@@ -69,8 +69,8 @@ def precedence(
         ((5, 6, 7), (6,), (7,), False),  # the other one has left
         ((7, 8, 9), (6,), (), True),  # a stranger, beside electors
         ((7, 8, 9), (6,), (7, 8, 9), False),  # all electors are gone
-        ((5,), (6,), (), True),  # a founder goes on alone
-        ((7, 8, 9), (7,), (), True),  # in the eyes of a newcomer
+        ((5,), (6,), (), True),  # a founder continues alone
+        ((7, 8, 9), (7,), (), True),  # from the view of a newcomer
     ],
 )
 def test_a_peer_is_passed_over_only_if_the_others_can_do_without_it(
@@ -84,7 +84,9 @@ def test_a_peer_is_passed_over_only_if_the_others_can_do_without_it(
 
 @pytest.mark.parametrize("seed", range(50))
 def test_electors_that_pass_over_others_are_always_a_majority(seed: int) -> None:
-    """Two groups of electors that pass over each other cannot both go on, whatever each of them believes."""
+    """Two groups of electors that pass over each other cannot both continue, no matter which peers each of
+    them blames.
+    """
     rng = random.Random(seed)
     electors = list(range(1, 1 + rng.randrange(1, 9)))
     taken = []
@@ -192,7 +194,7 @@ def test_in_a_cell_of_the_grid_a_claim_counts_as_three_times_the_median_of_all()
     assert (counted.reducers, counted.strangers) == (None, frozenset())
     assert with_standing(counted, cell) == counted
     pair = group_of({1: 10.0, 8: WEIGHT_MAX})
-    assert with_standing(pair, cell) is pair, "of two peers nobody knows which is right"
+    assert with_standing(pair, cell) is pair, "of two peers it is unknown which one is right"
 
 
 def test_a_group_without_contributing_electors_is_as_it_was() -> None:
@@ -247,7 +249,9 @@ class Bench:
 
 
 def test_an_elector_that_claims_the_earliest_deadlines_leads_no_more_rounds_than_others() -> None:
-    """A leader decides who is in its group: one that led every round kept a member of four out for good."""
+    """A leader decides who is in its group: one that led every round excluded a member of four
+    permanently.
+    """
     order, leaders = precedence((1, 2, 3, 4)), Counter[int]()
     for epoch in range(400):
         query = {one: query_of(one, 1.0 if one == 3 else 20.0 + one, key=f"{epoch}") for one in range(1, 6)}
@@ -299,7 +303,7 @@ def test_a_leader_that_is_passed_over_is_followed_once_others_follow_it() -> Non
     assert [effect.contact for effect in bench.poll(0.2) if isinstance(effect, SendJoin)] == [contact(8)]
 
 
-def test_a_leader_that_held_this_peer_is_not_followed_again_beside_those_that_it_still_holds() -> None:
+def test_a_leader_that_held_this_peer_is_not_followed_while_it_still_holds_others() -> None:
     """Their deadlines are a moment later. Four peers followed such a leader again and again, in turn."""
     order = replace(precedence((OWN, 6, 7, 8), passed_over=(8,)), is_holding=ids(8).__contains__)
     bench = Bench(order, holders=(6, 7, 8))
@@ -408,7 +412,7 @@ class _Newcomer:
         return cls(machine)
 
     def told(self, *answers: Answer) -> list[Effect]:
-        """Return what it does within the ten seconds in which the electors answer its queries so."""
+        """Return its actions within the ten seconds in which the electors give these answers."""
         effects: list[Effect] = []
         for _ in range(20):
             self.now_s, self.turn = self.now_s + 0.5, self.turn + 1
@@ -461,7 +465,9 @@ def test_newcomers_that_wait_for_a_round_end_their_search_when_it_is_committed()
 
 @pytest.mark.parametrize("present", [(1, 2, 3), (2,)], ids=["all-present", "most-missed-a-round"])
 def test_a_minority_of_electors_elsewhere_holds_nobody_up(present: Collection[int]) -> None:
-    """The others may be busy with long steps, and sign from outside, also those that have missed a round."""
+    """The other electors may be busy with long steps and sign from outside, even those that have missed a
+    round.
+    """
     [group] = found_in(_Newcomer.make(present).told(IN_THEIR_ROUND, IDLE, IDLE))
     assert isinstance(group, Group)
     assert group.peer_ids == (contact(OWN).peer_id, contact(6).peer_id)

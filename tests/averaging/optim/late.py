@@ -22,7 +22,7 @@ class LateArrival:
     def __init__(self, copies: Sequence[Copy]) -> None:
         self._copies = [(source, target, source.clone()) for source, target in copies]
         self.done = False
-        self.released = False  # the trainer's stream goes on after them: what it writes does not reach them
+        self.released = False  # the trainer's stream continues after them: what it writes does not reach them
         for _, target in copies:
             target.view(torch.uint8).fill_(0xA5)  # a read that comes too early finds this
 

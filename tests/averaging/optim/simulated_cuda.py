@@ -1,7 +1,7 @@
 """A simulation of `torch.cuda`, as far as readers of a state use it, over tensors on the host: streams
 execute in any order that CUDA allows.
 
-A stream executes queued calls when somebody waits for it, and otherwise at random, drawn from a seed.
+A stream executes queued calls when a thread waits for it, and otherwise at random times drawn from a seed.
 Reading or writing without an event in between therefore gives wrong bytes, at least with some seeds.
 """
 

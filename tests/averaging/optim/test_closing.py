@@ -1,4 +1,4 @@
-"""A search for a group that closes an epoch ends when it can lead nowhere."""
+"""A search for a group that closes an epoch ends when it cannot succeed any more."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def closer(head: bytes, *, in_round: bool) -> EpochCloser:
     tracker = SimpleNamespace(
         history=History(),
         others=lambda: others,
-        company=lambda: {peer: one for peer, one in others.items() if one.head == HEAD},
+        others_at_head=lambda: {peer: one for peer, one in others.items() if one.head == HEAD},
         voters=list,
     )
     mode: Any = SimpleNamespace(state=SimpleNamespace(epoch=3), traits=SimpleNamespace())
@@ -54,10 +54,10 @@ def closer(head: bytes, *, in_round: bool) -> EpochCloser:
     ("head", "in_round", "is_over"),
     [(HEAD, False, False), (OTHER_HEAD, False, True), (OTHER_HEAD, True, False)],
 )
-def test_a_search_is_over_when_the_others_have_gone_on_with_another_history(
+def test_a_search_is_over_when_the_others_have_continued_with_another_history(
     head: bytes, in_round: bool, is_over: bool
 ) -> None:
-    """Regression test: a peer that is a quorum by itself searched for the others, which had gone on with a
+    """Regression test: a peer that is a quorum by itself searched for the others, which had continued with a
     break while it loaded the state, until the search's time limit. The others followed that break meanwhile.
     """
     closing = closer(head, in_round=in_round)

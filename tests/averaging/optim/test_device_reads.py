@@ -254,7 +254,7 @@ class _Stream:
         return None
 
 
-def test_a_donor_waits_for_the_device_in_the_pool_only_and_copies_once_for_two_joiners() -> None:
+def test_a_donor_waits_for_the_device_only_in_the_pool_and_copies_once_for_two_joiners() -> None:
     cuda = SimulatedCuda(1)
     state = made(cuda.reader)
     waiting: set[threading.Thread] = set()

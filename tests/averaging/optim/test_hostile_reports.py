@@ -40,4 +40,4 @@ def test_many_reports_that_are_dated_ahead_do_not_displace_the_members_of_the_la
         dated_s = NOW_S + CLOCK_AHEAD_S_MAX - 1
         progress.on_report(identity(100 + number).peer_id, report(3, dated_s), NOW_S)
     assert HONEST in progress.others(NOW_S)
-    assert HONEST in progress.company(NOW_S)
+    assert HONEST in progress.others_at_head(NOW_S)

@@ -1,5 +1,5 @@
-"""Memory that modes take beside the model: the table against the existing tensors, and the one large
-computation that must not copy the model.
+"""Memory of modes beside the model: the table compared with existing tensors, and the one large computation
+that must not copy the model.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ MODES = [
     Diloco(),
     Diloco(momentum=0.0),
     Diloco(streaming=4),
+    Diloco(delayed=True),
     Gossip(),
     Gossip(momentum=0.0),
 ]

@@ -234,12 +234,15 @@ class PlainStreaming:
 
 
 @pytest.mark.parametrize("delay", [0, 1, 2])
-def test_streaming_synchronises_fragments_in_turn_while_training_continues(
-    delay: int,
+@pytest.mark.parametrize(
+    "settings", [Diloco(streaming=3), Diloco(delayed=True)], ids=["streaming", "delayed"]
+)
+def test_rounds_run_while_training_continues_for_fragments_in_turn_or_the_whole_model(
+    settings: Diloco, delay: int
 ) -> None:
-    fragments, numel = 3, sum(p.numel() for p in model().parameters())
+    fragments, numel = settings.streaming, sum(p.numel() for p in model().parameters())
     slices = [slice(numel * f // fragments, numel * (f + 1) // fragments) for f in range(fragments)]
-    seats = [seat(Diloco(streaming=fragments)) for _ in range(2)]
+    seats = [seat(settings) for _ in range(2)]
     plain = [PlainStreaming(slices) for _ in seats]
     spans = [[0.0, 0.0] for _ in slices]  # per fragment: samples of each since its last round
     for epoch in range(8):
@@ -255,7 +258,7 @@ def test_streaming_synchronises_fragments_in_turn_while_training_continues(
         deltas = [one.delta(epoch) for one in plain]
         spans[epoch % fragments] = [0.0, 0.0]
         average([one.mode for one in seats], weights)
-        for nth in range(delay):  # training goes on
+        for nth in range(delay):  # training continues
             for worker in range(2):
                 seats[worker].step(1000 + 10 * epoch + nth, 1)
                 plain[worker].step(1000 + 10 * epoch + nth, 1)
@@ -271,11 +274,11 @@ def test_streaming_synchronises_fragments_in_turn_while_training_continues(
     assert seats[0].mode.state.snapshot().digest == seats[1].mode.state.snapshot().digest
 
 
-def test_a_streaming_round_that_failed_is_covered_by_the_next() -> None:
-    seats, other = (
-        [seat(Diloco(streaming=2)) for _ in range(2)],
-        [seat(Diloco(streaming=2)) for _ in range(2)],
-    )
+@pytest.mark.parametrize(
+    "settings", [Diloco(streaming=2), Diloco(delayed=True)], ids=["streaming", "delayed"]
+)
+def test_a_round_beside_training_that_failed_is_covered_by_the_next(settings: Diloco) -> None:
+    seats, other = [seat(settings) for _ in range(2)], [seat(settings) for _ in range(2)]
     for worker in range(2):
         for table in (seats, other):
             table[worker].step(worker, 4)

@@ -168,7 +168,7 @@ def test_training_continues_from_a_checkpoint_of_the_state(settings: ModeSetting
     if settings.name == "gradients" or settings == Diloco():
         assert torch.equal(restored.theta, donor.theta)
     restored.step(9, 5)
-    assert prepare([restored])[0][0] == 5.0, "no newcomer: it is the run itself that goes on"
+    assert prepare([restored])[0][0] == 5.0, "no newcomer: it is the run itself that continues"
 
 
 def test_invalid_mode_settings_are_refused() -> None:

@@ -138,7 +138,7 @@ def test_staged_values_come_back_whatever_the_blocks(seed: int, monkeypatch: pyt
         then = [source.clone() for source in sources]
         staging.fetch(list(zip(pieces, sources, strict=True)))
         for source in sources:
-            source.zero_()  # the trainer's stream goes on after the copies
+            source.zero_()  # the trainer's stream continues after the copies
         staging.wait()
         for piece, values in zip(pieces, then, strict=True):
             found = [memory for _, _, memory in staging.fetched_values(piece)]

@@ -301,7 +301,7 @@ def test_a_peer_that_completed_a_round_is_in_the_next_epoch_before_it_reports_so
 
 
 def test_peers_that_return_to_a_shorter_history_count_there() -> None:
-    """Regression test: two peers that had gone on without the others, and gave that up, took each other's
+    """Regression test: two peers that had continued without the others, and gave that up, took each other's
     reports for those of the epoch that they had reached by themselves, and did not count them.
     """
     progress = machine(1000)

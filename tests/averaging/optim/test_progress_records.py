@@ -1,4 +1,4 @@
-"""Progress records in the DHT: when a peer writes its own, and which records of others it reads."""
+"""Progress records in the DHT: when a peer writes its own record, and which records of others it reads."""
 
 from __future__ import annotations
 
@@ -122,6 +122,16 @@ def test_contacts_of_peers_that_left_are_kept_while_there_is_room(monkeypatch: p
     assert records.contacts.keys() == {contact(2).peer_id, contact(3).peer_id}
     records.reports([entry(2), entry(4)])
     assert records.contacts.keys() == {contact(2).peer_id, contact(4).peer_id}
+
+
+def test_no_stranger_is_told_at_an_address_of_this_peer_or_of_a_member() -> None:
+    """Regression: each identity of a crowd that named a member's address cost both a TLS handshake."""
+    records = records_of(Dht())
+    at = {number: [one.multiaddr for one in contact(number).addresses] for number in (1, 2, 3)}
+    records.reports([entry(2), entry(3), entry(8, addresses=at[1]), entry(9, addresses=[*at[3], *at[2]])])
+    member, honest, *liars = (contact(number).peer_id for number in (2, 3, 8, 9))
+    assert records.relays([member]) == [member]
+    assert records.relays([honest, *liars], [member]) == [honest]
 
 
 def test_a_newcomer_asks_more_peers_when_the_replicas_know_nobody() -> None:

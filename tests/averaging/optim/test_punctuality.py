@@ -62,7 +62,7 @@ def test_a_peer_with_short_steps_or_of_usual_speed_does_not_wait() -> None:
     assert longest_wait_s(usual, OWN, 80, has_late_samples=False) == 0.0
 
 
-def test_others_are_told_how_long_a_step_takes_or_not_to_wait_for_one_of_more_than_an_epoch() -> None:
+def test_a_peer_reports_the_length_of_its_step_and_is_not_waited_for_beyond_an_epoch() -> None:
     # an epoch of the others takes a second
     slow = view(8.0, [160.0, 160.0], samples=0)
     assert absence_s(slow, OWN, 2) == pytest.approx(0.25)
@@ -80,7 +80,7 @@ def test_a_peer_with_late_samples_waits_at_any_speed() -> None:
     assert longest_wait_s(view(160.0, [160.0], samples=0), OWN, 8, has_late_samples=True) == 0.0
 
 
-def test_a_slow_peer_expects_that_the_others_went_on_since_their_last_report() -> None:
+def test_a_slow_peer_expects_that_the_others_continued_since_their_last_report() -> None:
     # the reports are of the beginning of the epoch, which is nearly over by now
     reported = view(8.0, [160.0, 160.0], samples=0, age_s=0.9)
     assert longest_wait_s(reported, OWN, 2, has_late_samples=False) > 0.0

@@ -7,7 +7,13 @@ from collections.abc import Collection
 import pytest
 
 from averaging.optim.progress.logic.punctuality import longest_step, longest_wait_s
-from averaging.optim.progress.logic.reports import SAMPLES_MAX, SLACK_S, EpochProgress, ProgressReport
+from averaging.optim.progress.logic.reports import (
+    PEERS_MAX,
+    SAMPLES_MAX,
+    SLACK_S,
+    EpochProgress,
+    ProgressReport,
+)
 from averaging.optim.progress.logic.standing import RATE_RATIO_MAX, ReportStanding
 from swarm.core.ids import PeerId
 
@@ -81,6 +87,16 @@ def test_an_elector_may_be_faster_than_another_one() -> None:
     assert one.is_full(NOW_S)
 
 
+def test_strangers_do_not_make_a_peer_read_the_reports_of_members_less_often() -> None:
+    """Regression: among 200 strangers the members learned a second late that their epoch was full."""
+    one, alone = machine((OWN, 1), samples=499), machine((OWN, 1), samples=499)
+    for each in (one, alone):
+        hear(each, 1, 499)
+    for number in range(10, 210):
+        hear(one, number, 1)
+    assert one.refresh_s(NOW_S) == alone.refresh_s(NOW_S)
+
+
 def test_a_newcomer_does_not_count_itself_and_sees_what_the_electors_see() -> None:
     one, elector = machine((1, 2), samples=900, rate=9.0), machine((OWN, 2))
     hear(one, 1, 100)
@@ -104,3 +120,16 @@ def test_strangers_make_the_swarm_at_most_twice_as_large() -> None:
     peers, there = one.standing.peers(one.others(NOW_S))
     assert peers == 6
     assert there == [peer(1), peer(2)]
+
+
+def test_reports_of_strangers_that_are_dated_ahead_displace_no_elector_before_the_first_round() -> None:
+    """Regression: a peer that had been in no round yet lost the reports of all electors, and counted those of
+    strangers.
+    """
+    one = machine((1, 2))
+    hear(one, 1, 100)
+    hear(one, 2, 100)
+    for number in range(10, 10 + 2 * PEERS_MAX):
+        report = ProgressReport(epoch=0, samples=SAMPLES_MAX, rate=1e6, at_s=NOW_S + 9.0, since_s=0.0)
+        assert one.on_report(peer(number), report, NOW_S)
+    assert one.samples_counted(NOW_S) == pytest.approx(200.0)

@@ -1,4 +1,4 @@
-"""A peer whose history loses a reunion gives up what follows from it, and nothing else."""
+"""A peer whose history loses a reunion discards everything that depends on it, and nothing else."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_gradients_of_a_history_that_lost_are_dropped_and_those_of_one_epoch_ago
     other.step(2, 4)
     hold([one, other])
     step_plain([(1, 4), (2, 4)])
-    if parted:  # both go on alone, and the other side makes one epoch more
+    if parted:  # both continue alone, and the other side makes one epoch more
         one.step(3, 4)
         hold([one])
         other.step(4, 4)

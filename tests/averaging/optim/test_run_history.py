@@ -1,4 +1,4 @@
-"""The history of an optimizer: what it knows of electors that it cannot reach."""
+"""The history of an optimizer: its knowledge of unreachable electors."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_stale_report_of_a_dead_elector_does_not_lengthen_the_grace(again: int
 
 
 def test_a_history_is_fetched_from_the_next_peer_when_one_does_not_answer() -> None:
-    """Newcomers asked the first peer that had reported a head, and nobody else, also when it was dead."""
+    """Newcomers asked only the first peer that had reported a head, even if it had failed."""
     asked: list[Contact] = []
 
     class DeadPeers:
@@ -150,7 +150,7 @@ def alive(history: RunHistory, *numbers: int) -> None:
         history.heard(contact(number), HEAD)
 
 
-def test_peers_go_on_soon_when_all_electors_have_said_goodbye() -> None:
+def test_peers_continue_soon_when_all_electors_have_said_goodbye() -> None:
     """The founder may leave before anybody else is an elector."""
 
     async def play() -> None:
@@ -195,7 +195,7 @@ def test_a_state_of_another_epoch_than_its_certificate_is_refused(claimed: int) 
 
 
 class HangingStrangers:
-    """Peers 2 and 3 answer after a moment, with a history of nothing; all others never do."""
+    """Peers 2 and 3 answer after a moment, with an empty history; all others never answer."""
 
     def __init__(self) -> None:
         self.calls: list[PeerId] = []
@@ -243,6 +243,32 @@ def test_nobody_waits_for_the_histories_that_strangers_claim_to_have(strangers: 
         asked = {peer for peer in calls.calls if peer not in (contact(2).peer_id, contact(3).peer_id)}
         assert asked == {contact(number).peer_id for number in range(10, 10 + strangers)}
         assert calls.open_calls_max <= 6
+        fetching.cancel()
+
+    run_virtual(play())
+
+
+def test_strangers_that_claim_histories_and_do_not_answer_are_asked_twice_a_second_at_most() -> None:
+    """Regression: heads that nobody has, at an address of somebody else, cost a member a hundred handshakes a
+    second.
+    """
+
+    class Refusing(HangingStrangers):
+        async def call(self, peer: Contact, method: Any, request: Any, *, timeout_s: float) -> Any:
+            self.calls.append(peer.peer_id)
+            await asyncio.sleep(0.01)
+            raise NetworkError("it is another peer")
+
+    async def play() -> None:
+        calls = Refusing()
+        history = history_with(calls)
+        history.restore(Chain(head=HEAD, electors=(contact(2).peer_id, contact(1).peer_id), certificates=()))
+        fetching = asyncio.create_task(history.run())
+        for _ in range(120):  # a minute
+            for number in range(10, 110):
+                history.heard(contact(number), number.to_bytes(32, "big"))
+            await asyncio.sleep(0.5)
+        assert 100 <= len(calls.calls) <= 130
         fetching.cancel()
 
     run_virtual(play())
@@ -381,8 +407,8 @@ def certificate_upon(history: RunHistory, contributors: list[int], *, is_break: 
 
 
 def test_no_group_begins_that_needs_the_vote_of_an_elector_in_another_group() -> None:
-    """Regression test: two groups on one head began, and each waited for the vote of the other one's member
-    until the grace was over. The third elector was away.
+    """Regression test: two groups began on one head, and each waited for the vote of a member of the other
+    until the end of the grace. The third elector was away.
     """
 
     async def play() -> None:
@@ -417,7 +443,7 @@ def test_a_group_that_did_not_begin_keeps_no_elector_from_voting(ends: str) -> N
 @pytest.mark.parametrize("is_signed", [True, False])
 def test_goodbyes_are_learned_from_others(*, is_signed: bool) -> None:
     """Regression test: a peer that was not at the head yet when an elector left waited for it for the grace,
-    and went on with a break, beside another one that knew of the goodbye and searched without.
+    and continued with a break, beside another one that knew of the goodbye and searched without.
     """
 
     async def play() -> None:
@@ -434,9 +460,9 @@ def test_goodbyes_are_learned_from_others(*, is_signed: bool) -> None:
 
 @pytest.mark.parametrize("wins", [True, False])
 def test_a_history_that_loses_against_what_a_peer_has_committed_since_is_not_followed(*, wins: bool) -> None:
-    """Regression test: a peer that waited for a quorum was to follow others that had gone on with a break. It
-    committed a break of its own, which won against theirs, and followed them none the less: nobody was left
-    who had the state of the history that continues.
+    """Regression test: a peer that waited for a quorum was to follow others that had continued with a break.
+    It committed a break of its own, which won against theirs, and followed them none the less: nobody was
+    left who had the state of the history that continues.
     """
 
     async def play() -> None:

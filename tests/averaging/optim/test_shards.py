@@ -1,4 +1,4 @@
-"""Sums of shards: aggregators, what counts, and the limits on liars. All of it is arithmetic on reports."""
+"""Sums of shards: aggregators, counted reports, and limits on liars; arithmetic on reports only."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def test_reports_of_strangers_without_a_record_cause_no_read() -> None:
 
 
 def test_a_member_is_told_that_the_epoch_is_full_among_a_hundred_strangers() -> None:
-    """Before, news went to the peers 1, 2, 4, … places further on in a ring that a crowd fills."""
+    """Before, news went to the peers 1, 2, 4, … places further along a ring that a crowd can fill."""
 
     async def scenario() -> None:
         bench = Bench()
@@ -199,7 +199,9 @@ def test_a_peer_whose_round_has_failed_asks_all_of_a_group_and_few_of_a_large_ru
 
 
 def test_an_announced_full_epoch_is_believed_only_when_the_own_view_is_close() -> None:
-    """An announcement decides when three quarters of the target are in sight, and not before."""
+    """An announcement counts once this peer's view has reached three quarters of the target, and not
+    before.
+    """
 
     async def scenario() -> None:
         bench = Bench()

@@ -1,5 +1,5 @@
-"""Views of a state: each shows one moment, whatever the trainer does meanwhile, and is copied only before a
-write.
+"""Views of a state: each shows the state of one moment, no matter what the trainer does meanwhile, and is
+copied only before a write.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which states a newcomer takes, by what electors say, against every way in which a minority can lie."""
+"""Which state a newcomer loads according to the electors' reports, for every possible lie of a minority."""
 
 from __future__ import annotations
 

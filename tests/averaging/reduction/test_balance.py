@@ -1,5 +1,5 @@
-"""Shares of the vector: the slowest member as fast as can be, held to brute force; the same for all who
-compute them.
+"""Shares of the vector minimise the time of the slowest member, compared with brute force, and are equal on
+all members that compute them.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def test_no_cut_on_a_grid_is_faster_than_the_chosen_shares(seed: int, is_set: bo
         if all(member.reduces or not share for share, member in zip(cut, members, strict=True))
     ]
     best = min(slowest(members, cut) for cut in allowed)
-    # measured speeds near the median are taken for the median: that much slower, at most
+    # measured speeds near the median count as the median, which makes a round at most this much slower
     assert slowest(members, found) <= (1.0 if is_set else 1.5) * best + 1e-9
 
 
@@ -113,8 +113,8 @@ def test_speeds_that_users_have_set_are_taken_as_they_are() -> None:
 
 
 def test_a_mistaken_measurement_does_not_make_the_mistaken_one_the_bottleneck() -> None:
-    """Measured with four alike at 100 Mbit/s: 17.4 MB/s beside 10.3, which had made rounds half as fast until
-    the speeds were forgotten.
+    """Measured among four equal links of 100 Mbit/s: 17.4 MB/s beside 10.3, which had halved the speed of
+    rounds until the measurements expired.
     """
     assert shares([load(10.3), load(11.1), load(10.3), load(17.4)]) == pytest.approx([0.25] * 4)
     for faster in (2.0, 2.5, 3.0):  # nothing jumps beyond it
@@ -186,7 +186,7 @@ def test_a_small_group_shares_any_vector_among_all_members() -> None:
     assert reducers(members, 1) == list(range(REDUCERS_ALWAYS))
 
 
-def test_members_on_their_way_into_the_run_reduce_only_where_others_are_too_few() -> None:
+def test_newcomers_reduce_only_if_there_are_too_few_other_members() -> None:
     joining = [member(place, weight=0.0, bandwidth=2e8) for place in range(10)]
     trainers = [member(place) for place in range(10, 20)]
     helper = member(20, weight=0.0, auxiliary=True)

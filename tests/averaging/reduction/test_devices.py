@@ -1,5 +1,4 @@
-"""Rounds over tensors on accelerators: what is asked of the streams, and that nobody reads what may not be
-there yet.
+"""Rounds over tensors on accelerators: the calls to streams, and that nothing is read before it has arrived.
 
 Where there is no GPU, `LateQueue` is one: its copies come when they are waited for. Tests with a GPU are in
 `tests/gpu`.
@@ -33,7 +32,9 @@ NUMEL = sum(torch.Size(shape).numel() for shape in SHAPES)
 
 
 class FakeCuda:
-    """`torch.cuda` as far as queues use it: each stream knows which calls are over before its next one."""
+    """The part of `torch.cuda` that queues use: each stream knows which calls are complete before its next
+    one.
+    """
 
     class Stream:
         def __init__(self, device: torch.device) -> None:
@@ -61,7 +62,7 @@ class FakeCuda:
             self.waited.append(self.known)
 
     def __init__(self) -> None:
-        self.waited: list[set[str]] = []  # what was over when a thread went on
+        self.waited: list[set[str]] = []  # calls that were complete when a thread continued
         self.Event = functools.partial(FakeCuda.Event, self.waited)
         self.default = self.Stream(torch.device("cpu"))
         self._now = self.default
@@ -91,7 +92,7 @@ def test_a_queue_orders_the_calls_of_its_streams() -> None:
         working = cuda.current_stream(torch.device("cpu"))
         assert working is not cuda.default
         assert "backward" in working.known
-        assert "next forward" not in working.known  # the trainer goes on beside the round
+        assert "next forward" not in working.known  # the trainer continues beside the round
         cuda.call("encode 1")
     source, target = torch.arange(4), torch.zeros(4, dtype=torch.int64)
     fetch: Any = queue.fetch(source, target)
@@ -126,7 +127,7 @@ def test_uploads_take_no_more_memory_than_their_ring_however_far_the_trainer_lag
     assert len(ahead) == slots
     uploads = cuda.entered[-1]
     memory: dict[int, list[int]] = {}
-    for nth in range(50):  # none of what is asked of the trainer's stream need be done yet
+    for nth in range(50):  # calls on the trainer's stream may still be pending
         upload = ahead.pop(0) if ahead else queue.upload(source)
         assert upload is not None
         if nth >= slots:

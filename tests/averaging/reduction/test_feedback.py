@@ -1,5 +1,5 @@
-"""Error feedback: what was sent plus what remains is what was given, over any sequence of committed and
-failed rounds.
+"""Error feedback: sent values plus residuals equal the inputs, over any sequence of committed and failed
+rounds.
 """
 
 from __future__ import annotations

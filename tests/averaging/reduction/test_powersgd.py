@@ -397,7 +397,9 @@ def test_copies_from_a_device_are_all_begun_before_one_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize("delta", [False, True])
-def test_the_trainer_neither_waits_for_its_device_nor_pins_memory_and_may_go_on_at_once(delta: bool) -> None:
+def test_the_trainer_neither_waits_for_its_device_nor_pins_memory_and_may_continue_at_once(
+    delta: bool,
+) -> None:
     """`first`, `second` and `commit` run in threads of the pool; the trainer's are `take` and what lands."""
     queues = Queues([HOST], LateQueue)
     queue = queues.of(HOST)

@@ -112,7 +112,7 @@ def test_a_difference_is_added_to_the_current_tensors() -> None:
     tensor, other = torch.tensor([1.0, 2.0]), torch.tensor([5.0], dtype=torch.float64)
     staging = Staging([tensor, other])
     staging.take(read_in_place=False)
-    tensor += 10.0  # training went on
+    tensor += 10.0  # training continued
     other += 1.0
     staging.add_difference(averages_of(torch.tensor([3.0, 3.0, 6.0])))
     assert torch.equal(tensor, torch.tensor([13.0, 13.0]))
@@ -181,7 +181,7 @@ def test_only_copied_tensors_take_memory() -> None:
         staging.take(read_in_place=False)
         staging.take(read_in_place=True)
         staging.take(read_in_place=False)
-    # what goes on changing is copied whole, into memory that is made once
+    # what continues changing is copied whole, into memory that is made once
     assert sum(allocated.sizes) == 4 * 1_000_020
 
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from typing import Final
 
-# The part of the time in which epochs of a peer that is alone have more samples than the target. Too small:
-# newcomers come minutes later; too large: strangers that never come make the run's steps fewer
+# Share of the time in which a lone peer's epochs may exceed the target number of samples. Too small:
+# newcomers join minutes later; too large: strangers that never join reduce the number of steps
 _SHARE_MAX: Final = 0.2
-# of a full account. Too small: a newcomer on a slow link has not loaded the state when the epoch ends
+# seconds in a full account. Too small: a newcomer on a slow link has not loaded the state at the end of the
+# epoch
 _FULL_S: Final = 20.0
-_BEGIN_S: Final = _FULL_S / 2  # what a wait begins with, at least: many short ones would bring nobody in
+_BEGIN_S: Final = _FULL_S / 2  # least balance for a wait; many short waits would let no newcomer in
 
 
 class NewcomerWait:
     """The account of waits for newcomers. Times are a monotonic clock's, in seconds.
 
     Peers that are alone make epochs as short as their samples allow. A newcomer that needs longer than such
-    an epoch to load a state, or only to report that it has it, would be behind for ever.
+    an epoch to load a state, or only to report that it has it, would be behind forever.
     """
 
     def __init__(self, now_s: float) -> None:

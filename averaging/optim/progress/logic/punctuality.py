@@ -14,11 +14,11 @@ from averaging.optim.progress.logic.view import ProgressView
 from swarm.core.ids import PeerId
 
 STEP_SHARE_MAX = 0.25  # largest share of the epoch that one step should take
-# a step that takes at most this share of the epoch makes nobody wait for long
+# a step of at most this share of the epoch delays others only briefly
 _STEP_SHARE_UNNOTICED = 0.1
-SLOW = 0.5  # a peer is slow below this part of the others' median speed
-# the epoch may be full this much later than expected. Too small: late samples miss the round; too large: a
-# slow peer is idle more often
+SLOW = 0.5  # a peer is slow below this fraction of the others' median speed
+# tolerance of the expected end of the epoch. Too small: late samples miss the round; too large: a slow peer
+# is idle more often
 _MARGIN = 1.25
 
 
@@ -79,7 +79,7 @@ def _is_slow(view: ProgressView, own: PeerId) -> bool:
 
 
 def _samples_by_now(view: ProgressView, own: PeerId) -> float:
-    """Return how many samples the swarm has by now if all went on at their speed since their last report.
+    """Return how many samples the swarm has by now if all continued at their speed since their last report.
     Such an estimate must not close an epoch, but a slow peer needs it: its reports of the others are old.
     """
     there = {

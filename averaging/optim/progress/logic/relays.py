@@ -12,10 +12,11 @@ from collections.abc import Iterable
 
 from swarm.core.ids import PeerId
 
-# In a run of at most this many other peers each reports to all: it costs as little, and takes one hop.
+# In a run with at most this many other peers each reports to all, which costs no more and takes one hop.
 ALL_MAX = 8
-# In a run of at most this many other peers one whose round has failed asks all whether they live. Too small:
-# dead peers are waited for until their records expire; too large: N peers whose rounds fail send N² messages
+# In a run with at most this many other peers, a peer whose round has failed pings all others. Too small:
+# failed peers are waited for until their records expire; too large: N peers whose rounds fail send N²
+# messages
 PROBED_MAX = 64
 
 

@@ -32,22 +32,22 @@ RATE_MAX = 1e12  # samples/s
 BITS_MAX = 24  # bits of the number of shards of a run
 _PEERS_MAX = 1 << 32
 
-# A peer may have begun the epoch this much earlier than this peer thinks; larger lets liars claim more in
+# A peer may have begun the epoch this much earlier than this peer estimates; larger: liars can claim more in
 # short epochs.
 SLACK_S = 0.25
 # How long a report is extrapolated at its rate, at most to twice its samples. Larger: a failed peer's samples
 # are counted that were never computed.
 EXTRAPOLATION_S_MAX = 3.0
-# Fraction of the target, in this peer's own view, from which an announcement of a full epoch is believed.
+# An announcement of a full epoch is believed if this peer's own view has reached this fraction of the target.
 BEGIN_FRACTION = 0.75
 # A peer that is silent for this long is considered gone. It exceeds the longest time between two reads of the
 # others' reports, or live peers would expire between two reads.
 REPORT_TTL_S = 15.0
 REFRESH_S_MIN = 0.25  # interval of reads of the DHT when the epoch is about to be full
-# In a run with more peers it is longer in proportion: what one of them has done since its last report matters
-# less, and all of them together write and read as often
+# In a run with more peers the interval is longer in proportion: each peer's unreported work matters less, and
+# the total rate of reads and writes stays equal
 REFRESH_MIN_PEERS = 8
-# Instead of it in a run of several shards, where totals take longer than that anyway.
+# Replaces it in a run of several shards, whose totals take longer anyway.
 REFRESH_S_LARGE = 1.0
 # Reports kept; beyond it the oldest is dropped. Well above the size of one dictionary, so that an overfull
 # one is noticed.
@@ -67,11 +67,11 @@ class ProgressReport:
     rate: float  # samples/s while it trains; 0: not known yet
     at_s: float  # time of these values
     since_s: float  # beginning of the epoch
-    # the peer has not got the state of the swarm's epoch (it has just come, or it is downloading it), so that
-    # it does not say which epoch that is
+    # the peer lacks the state of the swarm's epoch, because it is new or downloading it, so its epoch says
+    # nothing about the swarm's
     joining: bool = False
     head: bytes = b""  # of the history of its state, 32 bytes; empty in modes without a common state
-    # it takes no part in decisions on this head, since it was restored and may have voted on it before
+    # it abstains on this head, because it was restored and may have voted on it before
     abstains: bool = False
 
     @classmethod
@@ -132,7 +132,8 @@ class _Entry:
     changed_s: float  # when its epoch or samples changed last
     suspect: bool = False  # did not answer; counts again after a newer report
     is_refused: bool = False  # nothing listens at its addresses
-    epoch_min: int = 0  # epoch whose beginning it took part in, even if its reports do not say so yet
+    # latest epoch that it is known to have begun, even if its reports do not show this yet
+    epoch_min: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +144,7 @@ class ProgressTotal:
     samples: float  # accumulated in `epoch`
     rate: float  # samples/s of all peers
     peers: int
-    median_rate: float  # of one peer; 0: no peer has one yet
+    median_rate: float  # median rate of the peers; 0: no peer has a rate yet
     at_s: float
     since_s: float  # beginning of the epoch
     bits: int = 0  # of a total: the division of the run from now on
@@ -247,7 +248,7 @@ class EpochProgress:
         `began_ago_s`: the time that it has trained in the epoch already, while the round before was running.
         """
         others = self.standing.counted(self.others(now_s))
-        # a peer that returns to a shorter history may find peers there that it was in later epochs with
+        # a peer that returns to a shorter history may find peers there with which it was in later epochs
         for entry in self._others.values():
             entry.epoch_min = min(entry.epoch_min, epoch)
         began_s = [report.since_s for report in others.values() if late and report.epoch == epoch]
@@ -281,11 +282,14 @@ class EpochProgress:
         if peer == self.own or expires_s <= now_s or (known is not None and known.issued_s >= report.at_s):
             return False
         if known is None and len(self._others) >= PEERS_MAX:
-            # strangers displace strangers: reports that are dated ahead would displace all others
+            # strangers displace only strangers; otherwise reports dated in the future would displace all
+            # others
             outside = [other for other in self._others if other not in self._members] or list(self._others)
+            outside = [other for other in outside if not self.standing.counts(other)] or outside
             del self._others[min(outside, key=lambda other: self._others[other].issued_s)]
         epoch_min = known.epoch_min if known is not None else 0
-        # sent before the end of that round: the peer must not appear to be in an earlier epoch
+        # the report was sent before the end of that round, and must not make the peer appear to be in an
+        # earlier epoch
         if report.epoch < epoch_min:
             report = replace(report, epoch=epoch_min, samples=0, since_s=report.at_s)
         moved = known is None or (known.report.epoch, known.report.samples) != (report.epoch, report.samples)
@@ -331,7 +335,7 @@ class EpochProgress:
 
     # --- results
 
-    def company(self, now_s: float) -> dict[PeerId, ProgressReport]:
+    def others_at_head(self, now_s: float) -> dict[PeerId, ProgressReport]:
         """Return the reports of the live peers with this peer's history: those that report its head, and
         members of the round that led to it whose reports do not say so yet.
         """
@@ -391,14 +395,15 @@ class EpochProgress:
         return {
             peer: self._count(peer, report, rate_max(peer), now_s)
             for peer, report in live.items()
-            # samples on another history are of another model
+            # samples of another history belong to another model
             if report.epoch == self._own_report.epoch and (peer == self.own or report.head == self.head)
         }
 
     def _count(self, peer: PeerId, report: ProgressReport, rate_max: float, now_s: float) -> float:
         training_s = max(0.0, report.at_s - self._own_report.since_s) + SLACK_S
         counted = min(float(report.samples), rate_max * training_s, float(self.target))
-        if peer != self.own:  # this peer's own number is exact; in short epochs rates tell no round's time
+        # this peer's own number is exact; in short epochs rates do not predict the time of a round
+        if peer != self.own:
             silent_s = min(max(0.0, now_s - report.at_s), EXTRAPOLATION_S_MAX)
             counted += min(min(report.rate, rate_max) * silent_s, counted)
         return counted
@@ -470,11 +475,11 @@ class EpochProgress:
         )
 
     def refresh_s(self, now_s: float) -> float:
-        """Return how long to wait before the others' reports are read again."""
+        """Return the interval to the next read of the others' reports; strangers make it no longer."""
         view = self.view(now_s)
-        eta_s, crowd = view.eta_s, max(len(view.peers) / REFRESH_MIN_PEERS, 1.0)
+        crowd = max(sum(one.has_standing for one in view.peers.values()) / REFRESH_MIN_PEERS, 1.0)
         shortest_s = min(REFRESH_S_MIN * crowd, REFRESH_S_LARGE) if self.total is None else REFRESH_S_LARGE
-        return min(max(eta_s / 4, shortest_s), max(self._refresh_s_max, shortest_s))
+        return min(max(view.eta_s / 4, shortest_s), max(self._refresh_s_max, shortest_s))
 
 
 def with_state(reports: Mapping[PeerId, ProgressReport]) -> list[PeerId]:

@@ -40,7 +40,8 @@ SHARD_MEMBERS_MAX = 128  # members of one shard that count at most
 FANOUT_BITS = 5  # 32 children under a node
 AGGREGATORS = 3
 PERIOD_S = 600.0  # how long the same three peers aggregate
-_ABOVE, _BELOW = 1.5, 0.375  # times SHARD_MEMBERS: a mean shard size beyond these leads to a split or merge
+# factors on SHARD_MEMBERS: a mean shard size outside of these leads to a split or merge
+_ABOVE, _BELOW = 1.5, 0.375
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +186,8 @@ def median_of(sums: Sequence[ProgressTotal]) -> ProgressTotal | None:
     at_s = low([one.at_s for one in sums])
     return ProgressTotal(
         epoch=epoch,
-        # an aggregator that is an epoch behind knows nothing about this one; for one that is ahead it is
-        # complete
+        # an aggregator that is an epoch behind knows nothing about this epoch; for one that is ahead, this
+        # epoch is complete
         samples=low(
             [one.samples if one.epoch == epoch else 0.0 if one.epoch < epoch else math.inf for one in there]
         ),

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from averaging.optim.progress.logic.reports import ProgressReport
 
 _ReportT = TypeVar("_ReportT")
-# A peer counts at most this many times the median rate: that of the electors, or from three peers on that of
-# all, since two have no majority.
+# A peer counts with at most this many times the median rate of the electors or, if there are at least three
+# peers, of all peers.
 RATE_RATIO_MAX = 3.0
 
 

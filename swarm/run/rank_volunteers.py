@@ -1,7 +1,7 @@
 """Volunteering with several processes that `torchrun` has started: one peer, one process per GPU.
 
-Rank 0 is the volunteer. The other ranks build the same model, take batches of their own when rank 0 orders
-it, and average their gradients with its. They end when rank 0 says so, or when it ends.
+Rank 0 is the volunteer. The other ranks build the same model. On order of rank 0 they draw batches of their
+own and average their gradients with those of rank 0. They end on order of rank 0, or when it ends.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _END = "end"
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """The place of this process among those of its peer, as torchrun's environment variables say."""
+    """Rank of this process among those of its peer, from torchrun's environment variables."""
 
     rank: int
     size: int
-    local_rank: int  # among those on this machine: the index of the GPU
+    local_rank: int  # rank on this machine, which is the index of the GPU
 
     @classmethod
     def of_environment(cls) -> RankPlace | None:
-        """Return the place of this process; None if it was not started by torchrun, or alone. Raise
-        UsageError for variables that are no numbers.
+        """Return the rank of this process; None if torchrun did not start it, or started only one. Raise
+        UsageError for variables that are not numbers.
         """
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         if not all(name in os.environ for name in (*names, "MASTER_ADDR", "MASTER_PORT")):
@@ -47,7 +47,7 @@ class RankPlace:
         try:
             place = cls(*(int(os.environ[name]) for name in names))
         except ValueError:
-            raise UsageError(f"{', '.join(names)} are numbers, as torchrun sets them") from None
+            raise UsageError(f"{', '.join(names)} must be numbers, as torchrun sets them") from None
         return place if place.size > 1 else None
 
     def open_channel(self) -> RankChannel:
@@ -83,8 +83,8 @@ class LeadingRanks:
     def start(
         self, signed: SignedSpecification, inner: torch.optim.Optimizer, device: torch.device
     ) -> torch.optim.Optimizer:
-        """Make the other ranks build the run's model. Return the inner optimizer for `swarm.Optimizer`,
-        through which they are led.
+        """Make the other ranks build the run's model. Return the inner optimizer for `swarm.Optimizer`, which
+        also steps the other ranks.
         """
         from averaging.optim.process_group import RankLeader
 
@@ -100,9 +100,9 @@ class LeadingRanks:
         return self._leader.inner
 
     def start_epoch(self, draw: Draw) -> Draw:
-        """Tell the other ranks which samples to draw. Return the draw of this rank, which knows theirs."""
-        told = {"run_id": draw.run_id, "epoch": draw.epoch, "peers": [str(one) for one in draw.others]}
-        self._channel.tell("epoch", own=str(draw.peer_id), **told)
+        """Tell the other ranks which samples to draw. Return the draw of this rank, which excludes theirs."""
+        contents = {"run_id": draw.run_id, "epoch": draw.epoch, "peers": [str(one) for one in draw.others]}
+        self._channel.tell("epoch", own=str(draw.peer_id), **contents)
         return draw_of_rank(draw, 0, self.size)
 
     def begin_step(self, samples: int) -> None:
@@ -131,7 +131,7 @@ def average_gradients(channel: RankChannel, parameters: Sequence[torch.Tensor]) 
 
 
 def draw_of_rank(draw: Draw, rank: int, size: int) -> Draw:
-    """Return the draw of one rank of a peer: rank 0 has that of the peer, each other one has its own."""
+    """Return the draw of one rank of a peer: rank 0 has the peer's draw, the others have their own."""
     names = [draw.peer_id, *(_name_of_rank(draw.peer_id, one) for one in range(1, size))]
     others = (*draw.others, *(name for place, name in enumerate(names) if place != rank))
     return Draw(draw.run_id, draw.epoch, names[rank], others)
@@ -153,7 +153,7 @@ def leading(data: Path | None) -> Iterator[LeadingRanks | None]:
 
 
 def following_place() -> RankPlace | None:
-    """Return the place of this process if it is to follow rank 0; None for rank 0 and for a process alone."""
+    """Return the rank of this process if it must follow rank 0; None for rank 0 and for a single process."""
     place = RankPlace.of_environment()
     return place if place is not None and place.rank > 0 else None
 
@@ -161,7 +161,7 @@ def following_place() -> RankPlace | None:
 def follow(place: RankPlace) -> int:
     """Be one of the ranks that follow rank 0, until it ends. Return the exit code.
 
-    Signals to end are rank 0's: torchrun sends them to every process.
+    Signals to end are handled by rank 0 only: torchrun sends them to every process.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

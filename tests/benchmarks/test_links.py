@@ -1,4 +1,4 @@
-"""The rows of emulated links: comparisons, what is left out, and the least time of a round."""
+"""The rows of emulated links: comparisons, omissions, and the least time of a round."""
 
 from __future__ import annotations
 

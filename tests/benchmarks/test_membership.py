@@ -14,11 +14,11 @@ from benchmarks import (
     small_runs,
 )
 from benchmarks.__main__ import main
-from benchmarks.attacks import COMPANIES, CROWDS, Company, Crowd, Plan
+from benchmarks.attacks import ATTACKED_RUNS, CROWDS, AttackedRun, Crowd, Plan
 from benchmarks.launch import ROOT
 from benchmarks.report import ORDER
 from benchmarks.sections import SECTIONS
-from swarm.testing.misdeeds import MISDEEDS
+from swarm.testing.sabotage import SABOTAGE_KINDS
 
 
 def test_peers_of_an_invited_and_an_open_run_are_compared_in_the_short_form() -> None:
@@ -64,19 +64,20 @@ def test_a_peer_begins_again_only_after_it_has_ended() -> None:
 
 
 def test_a_crowd_of_several_networks_is_measured_in_the_short_form() -> None:
-    company = Company(members=2, crowds=(Crowd(3, 2),), turns=1)
-    found = attacks.rows(lambda text: None, Plan(window_s=1.0, floods=(), companies=(company,)))
+    attacked = AttackedRun(members=2, crowds=(Crowd(3, 2),), turns=1)
+    found = attacks.rows(lambda text: None, Plan(window_s=1.0, floods=(), attacked_runs=(attacked,)))
     assert [row.identifier for row in found] == ["attacks-2-3-2-pace", "attacks-2-3-2-processor"]
     assert not any(row.ours.reasons for row in found)
     assert [crowd.pace_min for crowd in CROWDS] == [0.95, 0.95, 0.95, 0.9]
-    assert [(company.members, company.crowds) for company in COMPANIES] == [
+    assert [(attacked.members, attacked.crowds) for attacked in ATTACKED_RUNS] == [
         (members, CROWDS) for members in (2, 4, 33)
     ]
 
 
 def test_a_member_that_turns_bad_is_measured_in_the_short_form() -> None:
-    found = simulated_attacks.rows(lambda text: None, members=2, minutes=0.5)
-    assert len(found) == len(MISDEEDS) - 1, "each of them, and none for comparison"
+    found = simulated_attacks.rows(lambda text: None, members=2, minutes=1.0)
+    assert len(found) == len(SABOTAGE_KINDS) - 1, "each of them, and none for comparison"
+    assert all(row.peer.samples[0] > 0.0 for row in found), "epochs that count"
     assert {row.identifier.partition("-")[0] for row in found} <= set(ORDER)
     assert {"attacks", "membership", "small-runs"} <= set(SECTIONS)
 
@@ -121,7 +122,7 @@ def test_profiler_time_far_below_a_function_is_not_counted_as_its_own() -> None:
     assert found == pytest.approx(10 * (0.125 + 2 * (0.25 + 3 * 0.5)))
 
 
-def test_a_member_turned_bad_and_a_small_run_are_figures_that_can_be_measured_alone() -> None:
+def test_single_attacks_and_single_small_runs_can_be_measured() -> None:
     assert {"bad-4", "bad-8", "crowd-33", "silent_tcp"} <= set(SECTIONS["attacks"].figures)
     assert set(SECTIONS["small-runs"].figures) == {run.name for run in small_runs.RUNS}
     chosen = CliRunner().invoke(main, ["--only", "membership", "--figure", "bad-4"])

@@ -1,4 +1,4 @@
-"""Members that turn bad: what each does wrong in a simulated training (`swarm.testing.training_attacks`)."""
+"""Hostile members: their faults in a simulated training (`swarm.testing.training_attacks`)."""
 
 from __future__ import annotations
 
@@ -36,10 +36,11 @@ from swarm.testing.network import SimulatedPeer
 from swarm.testing.training_swarm import TrainingPeer
 from swarm.wire.reduce_pb2 import HeartbeatReply, HeartbeatRequest
 
-Misdeed = Literal[
+SabotageKind = Literal[
     "none",
     "votes none",
     "stalls",
+    "joins and never begins",
     "leads and never begins",
     "votes twice",
     "votes for something else",
@@ -48,55 +49,57 @@ Misdeed = Literal[
     "gives a member other averages",
     "claims every sample",
     "leads without a member",
-    "waits for ever",
+    "waits forever",
 ]
-MISDEEDS: tuple[Misdeed, ...] = get_args(Misdeed)
+SABOTAGE_KINDS: tuple[SabotageKind, ...] = get_args(SabotageKind)
 
-_FOR_EVER_S = 1e6
+_FOREVER_S = 1e6
 _HELD_S = 60.0  # a round of a member that stalls ends for itself
 
 
 class Saboteur:
-    """Turns a process of the swarm bad."""
+    """Makes a process of the swarm hostile."""
 
-    def __init__(self, one: TrainingPeer, misdeed: Misdeed, victim: PeerId) -> None:
-        """`victim`: the honest peer that the misdeeds against one member are done to."""
-        self._one, self._misdeed, self._victim = one, misdeed, victim
+    def __init__(self, one: TrainingPeer, sabotage: SabotageKind, victim: PeerId) -> None:
+        """`victim`: the honest peer that attacks on a single member target."""
+        self._one, self._kind, self._victim = one, sabotage, victim
         kind: Any = AveragingService
         self._service: AveragingService = one.node.service(kind)
 
     def begin(self) -> None:
-        """Begin the misdeed."""
+        """Begin the attack."""
         all_reduce: Any = self._service.all_reduce
-        by_name: dict[Misdeed, Callable[[RoundDriver], None]] = {
+        by_name: dict[SabotageKind, Callable[[RoundDriver], None]] = {
             "votes none": _vote_none,
             "votes twice": _vote_twice,
             "votes for something else": _vote_otherwise,
             "withholds its votes": _withhold_votes,
             "leaves a member out of its averages": functools.partial(_leave_out, victim=self._victim),
             "gives a member other averages": functools.partial(_give_others, victim=self._victim),
-            "waits for ever": _wait_for_ever,
+            "waits forever": _wait_forever,
         }
-        if (sabotage := by_name.get(self._misdeed)) is not None:
-            if "averages" in self._misdeed:
+        if (begin_sabotage := by_name.get(self._kind)) is not None:
+            if "averages" in self._kind:
                 self._reduce_everything()
             begin = all_reduce._begin
 
             def sabotaged(*arguments: Any) -> RoundDriver:
                 driver: RoundDriver = begin(*arguments)
-                sabotage(driver)
+                begin_sabotage(driver)
                 return driver
 
             all_reduce._begin = sabotaged
-        elif self._misdeed == "stalls":
+        elif self._kind == "stalls":
             go_silent(self._one.peer)
             all_reduce.run = _stall
-        elif self._misdeed == "claims every sample":
+        elif self._kind == "joins and never begins":
+            all_reduce.run = _never_begin
+        elif self._kind == "claims every sample":
             assert self._one.optimizer is not None
             _claim_every_sample(self._one.optimizer)
         else:
             for service in self._service.exchange._services.values():
-                if self._misdeed == "leads and never begins":
+                if self._kind == "leads and never begins":
                     _hold_followers(service)
                 else:
                     _lead_without(service, self._victim)
@@ -113,14 +116,20 @@ async def _stall(group: Group, *arguments: Any, deadline_s: float, **others: Any
     return RoundOutcome.broken("this member stalls")
 
 
+async def _never_begin(group: Group, *arguments: Any, deadline_s: float, **others: Any) -> RoundOutcome:
+    """Know nothing of the round for as long as the others may wait for this member."""
+    await asyncio.sleep(min(max(deadline_s - asyncio.get_running_loop().time(), 0.0), _HELD_S))
+    return RoundOutcome.broken("this member never begins")
+
+
 def go_silent(peer: SimulatedPeer) -> None:
-    """Let a peer say that it is in every round, and answer nothing else there."""
+    """Let a peer claim to be in every round, and answer nothing else there."""
 
     async def alive(caller: PeerId, request: HeartbeatRequest) -> HeartbeatReply:
         return wire.state_to_wire(RoundState.RUNNING, "")
 
     async def silence(*arguments: Any) -> Any:
-        await asyncio.sleep(_FOR_EVER_S)
+        await asyncio.sleep(_FOREVER_S)
 
     for method in (EXCHANGE, HEARTBEAT, VOTE, ACCOUNT, INVENTORY, FETCH, OFFER, ENDORSE):
         peer.handlers.remove(method.name)
@@ -150,7 +159,7 @@ def _vote_otherwise(driver: RoundDriver) -> None:
 
 
 def _vote_twice(driver: RoundDriver) -> None:
-    """Tell every second member of a vote for another result."""
+    """Send every second member a vote for another result."""
     setup, voter = driver.machine.setup, driver.voter
     calls: Any = driver._calls
     perform, answer = calls.perform, driver.answer_votes
@@ -176,7 +185,7 @@ def _vote_twice(driver: RoundDriver) -> None:
 
 
 def _withhold_votes(driver: RoundDriver) -> None:
-    """Take everybody's votes, and tell nobody its own: only this member has the certificate then."""
+    """Collect all votes without sending its own, so that only this member has the certificate."""
     calls: Any = driver._calls
     perform, answer, own = calls.perform, driver.answer_votes, driver.machine.setup.own
     own_id = driver.machine.setup.peer_id(own)
@@ -198,7 +207,7 @@ def _withhold_votes(driver: RoundDriver) -> None:
 
 
 def _leave_out(driver: RoundDriver, victim: PeerId) -> None:
-    """Say of the victim's values that they are spoiled, and average the others'."""
+    """Claim that the victim's values are invalid, and average those of the others."""
     kernels, reduce = driver.kernels, driver.kernels.reduce
 
     def without_victim(jobs: Sequence[ReductionJob]) -> list[Averaged | Spoiled]:
@@ -213,7 +222,7 @@ def _leave_out(driver: RoundDriver, victim: PeerId) -> None:
 
 
 def _give_others(driver: RoundDriver, victim: PeerId) -> None:
-    """Give the victim other averages than the rest."""
+    """Send the victim different averages than the others."""
     send = driver.send
 
     async def lie(stream: Any, message: bytes) -> None:
@@ -225,13 +234,13 @@ def _give_others(driver: RoundDriver, victim: PeerId) -> None:
     driver.send = lie  # type: ignore[method-assign]
 
 
-def _wait_for_ever(driver: RoundDriver) -> None:
-    """Reduce, give nobody an average, and say to everybody every other second that a member is waited for.
-    What is left out comes with a long reason, so that more seems to have come than was owed.
+def _wait_forever(driver: RoundDriver) -> None:
+    """Reduce without sending averages, and report to all members every other second that a member is missing.
+    Reports have long reasons, so that more bytes arrive than an average needs.
     """
     send, shard = driver.send, driver.machine.shard
 
-    async def tell_more(stream: Any, message: bytes) -> None:
+    async def send_with_reports(stream: Any, message: bytes) -> None:
         header, _ = unpack(message)
         if header.HasField("waiting"):
             await send(stream, wire.left_out(header.waiting.place, "its values are late" * 1000))
@@ -239,11 +248,11 @@ def _wait_for_ever(driver: RoundDriver) -> None:
 
     driver.give = lambda message: None  # type: ignore[method-assign]
     shard.waited_for = lambda own: [driver.machine.setup.own]  # type: ignore[method-assign]
-    driver.send = tell_more  # type: ignore[method-assign]
+    driver.send = send_with_reports  # type: ignore[method-assign]
 
 
 def _claim_every_sample(optimizer: Any) -> None:
-    """Claim all samples of each epoch, and a pace that no computer can have."""
+    """Claim all samples of each epoch, at an impossible rate."""
     progress = optimizer._tracker._progress
     kind = type(progress)
     honest = kind.own_report.fget

@@ -1,4 +1,4 @@
-"""The pages and their figures: merging runs, wording, and launches that leave nothing behind."""
+"""The pages and their figures: merging runs, wording, and complete clean-up of launches."""
 
 from __future__ import annotations
 

@@ -1,0 +1,102 @@
+"""Read what each peer has given to a run, from the receipts and certificates that its members keep."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from averaging.history.chain import Chain
+from averaging.history.receipts import Receipt, Totals, read_totals
+from averaging.optim.exchange import fetch_history, fetch_receipt
+from swarm.core.errors import PeerError, SwarmError
+from swarm.core.ids import Contact, PeerId
+from swarm.dht.logic.records import Entry
+from swarm.metrics.record import Metrics, metrics_keys
+from swarm.net.rpc import Caller
+
+if TYPE_CHECKING:
+    from swarm.dht.service.dht_service import DhtService
+
+ASKED_MAX = 6  # members
+_NAMES_READ_S = 6.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contributor:
+    """One peer's contribution to a run since it began."""
+
+    peer_id: PeerId
+    samples: int
+    rounds: int
+    name: str = ""  # as it calls itself, without control characters; "": it says none, or is away
+
+
+def ranked(totals: Totals, names: Mapping[PeerId, str]) -> list[Contributor]:
+    """Return the contributors, the one with the most samples first."""
+    found = [
+        Contributor(peer_id=peer, samples=credit.samples, rounds=credit.rounds, name=names.get(peer, ""))
+        for peer, credit in totals.by_peer.items()
+    ]
+    return sorted(found, key=lambda one: (-one.samples, -one.rounds, one.peer_id))
+
+
+async def fetch_totals(caller: Caller, run_id: str, contacts: Iterable[Contact]) -> Totals:
+    """Return the totals of a run from the first few members that answer. Runs on the network thread.
+
+    What most of them agree about counts: the one with the history that most of the others share. Raises
+    PeerError or NetworkError that says why there are no totals.
+    """
+
+    reason = "no member of the run is known"
+
+    async def ask(contact: Contact) -> tuple[Chain, Receipt | None] | None:
+        nonlocal reason
+        receipt = None
+        try:
+            chain = (await fetch_history(caller, run_id, contact, [])).chain
+            await asyncio.get_running_loop().run_in_executor(None, chain.check, run_id)
+        except SwarmError as error:
+            reason = str(error)
+            return None
+        with contextlib.suppress(SwarmError):
+            receipt = await fetch_receipt(caller, run_id, contact)
+        return chain, receipt
+
+    async with asyncio.TaskGroup() as group:
+        asked = [group.create_task(ask(one)) for one in list(contacts)[:ASKED_MAX]]
+    found = [answer for task in asked if (answer := task.result()) is not None]
+    if not found:
+        raise PeerError(f"what was given to run {run_id} could not be read: {reason}")
+    chain = _shared([chain for chain, _ in found])
+    receipts = [receipt for _, receipt in found if receipt is not None]
+    return await asyncio.get_running_loop().run_in_executor(None, read_totals, chain, run_id, receipts)
+
+
+def _shared(chains: Sequence[Chain]) -> Chain:
+    """Return the chain whose history most of the others share, the longest of these."""
+    heads = [{chain.head, *(one.head for one in chain.certificates)} for chain in chains]
+
+    def agreement(place: int) -> tuple[int, int, int]:
+        supporters = sum(
+            chains[other].last_head in heads[place] or chains[place].last_head in heads[other]
+            for other in range(len(chains))
+        )
+        return supporters, chains[place].epoch, -place
+
+    return chains[max(range(len(chains)), key=agreement)]
+
+
+async def read_names(dht: DhtService, run_id: str, peers: Collection[PeerId]) -> dict[PeerId, str]:
+    """Return the names that these peers give themselves in their metrics, without control characters."""
+    names = {}
+    with contextlib.suppress(SwarmError):
+        many = await dht.get_many(metrics_keys(run_id), timeout_s=_NAMES_READ_S)
+        for answer in many.answers.values():
+            for entry in answer.values() if isinstance(answer, Mapping) else ():
+                if isinstance(entry, Entry) and entry.writer in peers:
+                    with contextlib.suppress(PeerError):
+                        names[entry.writer] = Metrics.decode(entry.value).name
+    return names

@@ -1,0 +1,127 @@
+"""Sentences that people read who tried the commands for the first time, as they are now."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from swarm.cli.commands import swarm
+from swarm.cli.identity import open_entry_identity, own_peers
+from swarm.cli.render.monitor import ScreenState, Trends, headline, render_screen
+from swarm.core.identity import Identity
+from swarm.monitor.logic.model import Model
+from swarm.monitor.logic.view import LinkView, MonitorView, RunView
+from swarm.run import machine
+
+ADDRESS = "/ip4/127.0.0.1/tcp/9/tls/http/p2p/12D3KooWD3eckifWpRn9wQpMG9R9hX3sD158z7EqHWmweQAJU5SA"
+RUN = RunView(run_id="a" * 20, name="tiny", version=2, target=1000)
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWARM_HOME", str(tmp_path))
+
+
+def said(*arguments: str) -> str:
+    result = CliRunner().invoke(swarm, list(arguments))
+    return f"{result.output} {result.exception}"
+
+
+def test_a_port_that_is_taken_is_named_with_what_to_do() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        place = f"127.0.0.1:{taken.getsockname()[1]}"
+        text = said("bootstrap", "--listen", place)
+    assert f"cannot listen on {place}: another program has this port. Port 0 picks a free one" in text
+    assert "Traceback" not in text
+
+
+def test_an_address_that_was_not_copied_whole_is_recognised() -> None:
+    for command in ("join", "monitor", "contributors", "runs"):
+        assert "was the address copied whole?" in said(command, ADDRESS[:-7])
+
+
+def test_a_name_that_this_machine_does_not_know_is_explained_by_every_command_that_takes_one() -> None:
+    for command in ("join", "monitor", "contributors"):
+        assert "this machine took part in no run 'unknown'" in said(command, "unknown", *_yes(command))
+
+
+def _yes(command: str) -> list[str]:
+    return ["--yes"] if command == "join" else []
+
+
+def view(**changes: Any) -> MonitorView:
+    plain = MonitorView(at_s=1000.0, run=RUN, link=LinkView(status="live"), epoch=7, peers_live=3)
+    return replace(plain, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "sentence"),
+    [
+        ({}, "● live", "epoch 7, 0 samples/s by 3 peers"),
+        ({"peers_live": 0}, "○ nobody trains", "epoch 7: nobody trains this run at the moment"),
+        ({"run": replace(RUN, paused=True)}, "‖ paused", "epoch 7: the owner has paused the run"),
+        ({"run": replace(RUN, ended=True)}, "■ ended", "epoch 7: the run has ended"),
+    ],
+)
+def test_the_monitor_says_paused_ended_and_empty(changes: dict[str, Any], status: str, sentence: str) -> None:
+    lines = render_screen(view(**changes), ScreenState(), Trends(), 80, 24)
+    assert status in lines[0].plain
+    assert headline(view(**changes)) == sentence
+
+
+def test_the_screen_of_the_monitor_has_the_address_of_its_page_and_the_owners_message() -> None:
+    state = ScreenState(page="http://127.0.0.1:8080/")
+    lines = render_screen(view(run=replace(RUN, message="Thank you!")), state, Trends(), 80, 24)
+    text = "\n".join(line.plain for line in lines)
+    assert "the page is at http://127.0.0.1:8080/" in text
+    assert "its owner says: Thank you!" in text
+
+
+def test_an_event_of_the_monitor_says_what_the_owner_changed() -> None:
+    model = Model(RUN)
+    model.on_run(replace(RUN, version=3, paused=True), 0.0)
+    model.on_run(replace(RUN, version=4, target=2000, message="Hello"), 0.0)
+    model.on_run(replace(RUN, version=5, target=2000, message="Hello"), 0.0)
+    texts = [event.text for event in model.events.latest]
+    assert texts == [
+        "the owner changed the run: paused",
+        "the owner changed the run: training continues, an epoch is 2,000 samples, a message: Hello",
+        "the owner changed the run: version 5",
+    ]
+
+
+def test_the_time_in_which_a_person_answers_is_no_time_before_it_contributes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ticks = itertools.chain([0.0, 34.0], itertools.repeat(34.0))
+    before_s = machine.process_age_s()
+    with monkeypatch.context() as patched:
+        patched.setattr("swarm.run.machine.time.monotonic", lambda: next(ticks))
+        with machine.asking():
+            pass
+    assert machine.process_age_s() == pytest.approx(max(before_s - 34.0, 0.0), abs=5.0)
+
+
+def test_a_volunteer_by_address_is_the_same_the_next_time_and_two_at_once_are_two() -> None:
+    first = open_entry_identity(None, [ADDRESS], "train")
+    second = open_entry_identity(None, [ADDRESS], "train")
+    assert first.peer_id != second.peer_id
+    assert own_peers() == {first.peer_id, second.peer_id}
+    first.close()
+    again = open_entry_identity(None, [ADDRESS], "train")
+    assert again.peer_id == first.peer_id
+    again.close()
+    second.close()
+    observer = open_entry_identity(None, [ADDRESS])
+    assert observer.peer_id not in own_peers(), "who only looks needs no identity"
+    new = open_entry_identity("new", [ADDRESS], "train")
+    assert isinstance(new, Identity)
+    assert new.peer_id not in own_peers()

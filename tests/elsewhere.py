@@ -1,0 +1,33 @@
+"""Runs pytest as on a system without what not every system has:
+
+    python -m tests.elsewhere tests/core tests/net
+
+uvloop is not installed, and `os` has neither `fork` nor processor affinity. Other programs can still be
+started, as on every system.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+_LACKING = ("fork", "forkpty", "register_at_fork", "sched_getaffinity", "sched_setaffinity")
+
+
+def lose_what_few_systems_have() -> None:
+    """Change this process. Call it before anything of swarm is imported."""
+    import torch  # noqa: F401  # it goes by the name of the system, and would miss `register_at_fork`
+
+    absent: Any = None  # imports of it raise ImportError
+    sys.modules["uvloop"] = absent
+    for name in _LACKING:
+        if hasattr(os, name):
+            delattr(os, name)
+
+
+if __name__ == "__main__":
+    lose_what_few_systems_have()
+    import pytest
+
+    sys.exit(pytest.main(sys.argv[1:]))
