@@ -112,6 +112,8 @@ class Receipt:
 
     def check(self, electors: Sequence[PeerId]) -> None:
         """Raise PeerError unless a quorum of the electors of its head has signed it."""
+        if self.totals.certificates % EVERY:
+            raise PeerError(f"a receipt is made after every {EVERY} certificates")
         statement = receipt_statement(self.run, self.head, self.totals)
         for peer, signature in self.signatures.items():
             if not verify(peer, statement, signature):
@@ -241,6 +243,8 @@ class ReceiptBook:
         self.totals: Totals | None = None
         self._marks: OrderedDict[bytes, _Mark] = OrderedDict()  # by head, newest last
         self.newest: Receipt | None = None  # the newest receipt that a quorum has signed
+        # head of the receipt that the totals were taken from; None: this peer has computed them itself
+        self._adopted: bytes | None = None
         # a receipt from disk, which is used once its head is in the history
         self._saved: Receipt | None = None
 
@@ -261,10 +265,14 @@ class ReceiptBook:
         assert chain is not None
         if self._saved is not None and self._has_signed(self._saved):
             self.newest, self._saved = self._saved, None
-        known = {head: mark.totals for head, mark in self._marks.items()}
-        if self.newest is not None:
-            known[self.newest.head] = self.newest.totals
+        heads = {chain.head, *(one.head for one in chain.certificates)}
+        known = {head: mark.totals for head, mark in self._marks.items() if head in heads}
         found = sum_up(chain, self._run, known)
+        if found and not known:
+            self._adopted = None  # from the beginning of the run
+        elif not found and self.newest is not None:
+            found = sum_up(chain, self._run, {self.newest.head: self.newest.totals})
+            self._adopted = self.newest.head if found else None
         self._head, self.totals = chain.last_head, found.get(chain.last_head)
         for head in [head for head in self._marks if head not in found]:
             del self._marks[head]
@@ -331,19 +339,32 @@ class ReceiptBook:
     # ---- receipts
 
     def take(self, receipt: Receipt) -> None:
-        """Take a receipt of another peer. Raise PeerError when its head is not in this peer's history, or no
-        quorum of the electors there has signed it.
+        """Take a receipt of another peer. Raise PeerError when its head is not in this peer's history, no
+        quorum of the electors there has signed it, or it contradicts what this peer knows.
+
+        Electors of an early head may have turned bad since, when the run had few. So a receipt never replaces
+        totals that this peer has computed itself; and of receipts those of later heads count.
         """
         if self._chain is None or receipt.run != self._run:
             raise PeerError("a receipt of another run")
         receipt.check(electors_at(self._chain, receipt.head))
         mark = self._marks.get(receipt.head)
-        differs = mark is not None and mark.totals != receipt.totals
-        self._take(receipt)
-        # the electors' totals replace ours: they have seen all certificates
-        if self.totals is None or differs:
-            self._marks.clear()
-            self._sum_up()
+        if self.totals is not None and mark is not None and mark.totals == receipt.totals:
+            self._take(receipt)
+            if self._adopted is not None and self.newest is not None:
+                self._adopted = self.newest.head
+            return
+        if self.totals is not None and (self._adopted is None or not self._is_later(receipt)):
+            raise PeerError("a receipt with other totals than follow from this peer's history")
+        self._marks.clear()
+        self.newest = receipt
+        self._sum_up()
+
+    def _is_later(self, receipt: Receipt) -> bool:
+        """Return whether a receipt is of a later head than the one that the totals were taken from."""
+        assert self._chain is not None
+        heads = [self._chain.head, *(one.head for one in self._chain.certificates)]
+        return self._adopted not in heads or heads.index(receipt.head) > heads.index(self._adopted)
 
     def _take(self, receipt: Receipt) -> None:
         held = self.newest

@@ -231,8 +231,16 @@ async def fetch_history(
     return ShownHistory(
         chain=found,
         declines=reply.declines,
-        goodbyes={PeerId(one.peer): one.signature for one in reply.goodbyes[:ELECTORS_MAX]},
+        goodbyes=goodbyes_of(reply),
     )
+
+
+def goodbyes_of(reply: state_pb2.HistoryReply) -> dict[PeerId, bytes]:
+    """Return the goodbyes in an answer, not verified. Raise PeerError for what is no PeerID."""
+    try:
+        return {PeerId(one.peer): one.signature for one in reply.goodbyes[:ELECTORS_MAX]}
+    except UsageError as error:
+        raise PeerError(f"a goodbye names no peer: {error}") from None
 
 
 async def fetch_receipt(caller: Caller, run: str, contact: Contact) -> Receipt | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from averaging.history.electors import ELECTORS_MAX
-from averaging.history.receipts import ReceiptBook, decode_receipt, encode_receipt
+from averaging.history.receipts import Receipt, ReceiptBook, decode_receipt, encode_receipt
 from averaging.optim.exchange import RECEIPT, RECEIPT_TIMEOUT_S
 from averaging.optim.history import RunHistory
 from averaging.optim.peer_node import PeerNode
@@ -49,6 +49,7 @@ class Receipts:
         """`contact` returns how a peer is called; `sign` signs as this node."""
         self._node, self._run, self._history, self._sign = node, run, history, sign
         self._ledger, self._contact, self._own = history.ledger, contact, history.own
+        self._encoded: tuple[Receipt, bytes] | None = None  # the last one that was asked for
 
     async def run(self) -> None:
         """Sign, collect signatures and ask for receipts until cancelled."""
@@ -104,11 +105,16 @@ class Receipts:
             newest = book.newest
             is_newer = newest is not None and newest.totals.certificates > request.certificates
             return state_pb2.ReceiptReply(
-                receipt=encode_receipt(newest) if newest is not None and is_newer else b"",
+                receipt=self._bytes_of(newest) if newest is not None and is_newer else b"",
                 signatures=_to_wire(book.signatures(request.head)),
             )
 
         return self._ledger.with_receipts(answer)
+
+    def _bytes_of(self, receipt: Receipt) -> bytes:
+        if self._encoded is None or self._encoded[0] is not receipt:
+            self._encoded = receipt, encode_receipt(receipt)
+        return self._encoded[1]
 
 
 def _to_wire(signatures: Mapping[PeerId, bytes]) -> list[state_pb2.ReceiptSignature]:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from moe.protocol import methods
+from moe.protocol.call_slots import CallSlots
 from moe.protocol.codecs import UNCOMPRESSED as UNCOMPRESSED
 from moe.protocol.codecs import WireCodecs as WireCodecs
 from moe.protocol.declarations import ExpertReplica, ServerLoad
@@ -44,7 +45,8 @@ from moe.protocol.tensors import (
     payload_bytes,
 )
 from swarm.compression import Buffer, Codec, find
-from swarm.core.errors import NetworkError, PeerError, UsageError
+from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError, UsageError
+from swarm.core.ids import PeerId
 from swarm.net.channels import Channels
 from swarm.wire import expert_pb2
 from swarm.wire.expert_pb2 import DescribeRequest, ExpertReply, ExpertRequest
@@ -169,6 +171,8 @@ class ExpertCalls:
     def __init__(self, channels: Channels, pool: ThreadPoolExecutor) -> None:
         self._channels, self._pool = channels, pool
         self._schemas: OrderedDict[bytes, ExpertSchema] = OrderedDict()  # by digest
+        self._open = CallSlots()
+        self._asking: dict[tuple[PeerId, bytes], asyncio.Lock] = {}  # of servers that are describing a schema
 
     @classmethod
     def from_node(cls, node: Node) -> ExpertCalls:
@@ -223,7 +227,21 @@ class ExpertCalls:
         known = self._schemas.get(replica.schema)
         if known is not None:
             return known
-        described = (await self.describe(replica, [uid], timeout_s=timeout_s))[0]
+        # hundreds of experts of one server may have one schema: it is asked for once
+        key = replica.peer_id, replica.schema
+        asking = self._asking.setdefault(key, asyncio.Lock())
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        try:
+            async with asyncio.timeout_at(deadline_s), asking:
+                known = self._schemas.get(replica.schema)
+                if known is not None:
+                    return known
+                left_s = deadline_s - asyncio.get_running_loop().time()
+                described = (await self.describe(replica, [uid], timeout_s=left_s))[0]
+        except TimeoutError:
+            raise DeadlineExceeded(f"peer {replica.peer_id} did not describe {uid} in time") from None
+        finally:
+            self._asking.pop(key, None)
         if described is None:
             raise ExpertMissing(f"peer {replica.peer_id} does not host {uid} any more")
         if replica.schema and described.schema.digest != replica.schema:
@@ -354,7 +372,20 @@ class ExpertCalls:
         expected: ExpectedReply,
         deadline_s: float,
     ) -> tuple[ExpertReply, list[torch.Tensor | None]]:
-        """Send a request, receive the reply and decode its tensors."""
+        """Send a request as soon as not too many others are under way to that server, receive the reply and
+        decode its tensors.
+        """
+        async with self._open.to(replica.peer_id, deadline_s):
+            return await self._exchange_now(replica, request, payloads, expected, deadline_s)
+
+    async def _exchange_now(
+        self,
+        replica: ExpertReplica,
+        request: ExpertRequest,
+        payloads: list[TensorPayload],
+        expected: ExpectedReply,
+        deadline_s: float,
+    ) -> tuple[ExpertReply, list[torch.Tensor | None]]:
         request.tensors.extend(methods.wire_headers(payloads))
         size = payload_bytes(payloads)
         if max(size, expected.size_bytes) > methods.PAYLOAD_BYTES_MAX:

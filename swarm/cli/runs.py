@@ -66,7 +66,8 @@ def runs(addresses: tuple[str, ...], search: str, no_lan: bool, as_json: bool) -
         if not no_lan:
             from swarm.cli.finding import nearby_runs
 
-            nearby_runs(output, None, search)
+            if not nearby_runs(output, None, search):
+                output.emit(Notice(text="no run was found on the local network"))
     return 0
 
 

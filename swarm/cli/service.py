@@ -96,7 +96,11 @@ def install(name: str | None, no_start: bool, as_json: bool, arguments: tuple[st
 @options.as_json
 def status(name: str | None, as_json: bool) -> int:
     """Show the system's status of the services."""
-    for one in [_chosen(name)] if name is not None else _all():
+    chosen = [_chosen(name)] if name is not None else _all()
+    if not chosen:
+        text = "no volunteer is installed as a service: swarm service install INVITE"
+        print_result("notice", {"text": text}, text, as_json=as_json)
+    for one in chosen:
         said = one.status()
         print_result("service", {"name": one.name, "status": said}, said, as_json=as_json)
     return 0

@@ -38,6 +38,10 @@ def an_invite() -> str:
     return make_invite(RunIdentity(owner.peer_id, "bytelm", None), owner, (), terms, now_s=time.time()).text()
 
 
+def test_status_without_services_says_how_to_install_one() -> None:
+    assert "swarm service install INVITE" in service("status").output
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="units of systemd are for Linux")
 def test_a_service_is_named_after_the_run_of_its_invite_which_only_its_user_can_read(home: Path) -> None:
     invite = an_invite()

@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 
 from averaging.allreduce import wire as rounds
 from averaging.matchmaking.service import wire as groups
+from averaging.optim.exchange import goodbyes_of
 from averaging.optim.progress.claims import claim_of, read_claim
 from averaging.optim.progress.logic.reports import ProgressReport
 from averaging.reduction.partition import Chunk, Plan
@@ -86,6 +87,7 @@ def _messages() -> list[Message]:
         group_pb2.Meet(contact=_contact(), schema=bytes(32), place="1/2", round_key="a"),
         run_pb2.AdmitRequest(run=_INVITE.run_id, capability=CAPABILITIES[1]),
         run_pb2.AdmitReply(member=True, capability=CAPABILITIES[1]),
+        state_pb2.HistoryReply(goodbyes=[state_pb2.Goodbye(peer=PEERS[1].public_key, signature=bytes(64))]),
         claim_of(claim),
         _contact(),
     ]
@@ -105,6 +107,7 @@ DECODERS: dict[type[Message], Callable[[Any], object]] = {
     group_pb2.Meet: lambda message: groups.decode_cell_lookup(message, PEER),
     run_pb2.AdmitRequest: lambda message: _membership().answer(PEERS[1], message),
     run_pb2.AdmitReply: lambda message: _membership().check_reply(PEERS[1], message),
+    state_pb2.HistoryReply: goodbyes_of,
     state_pb2.Claim: lambda message: read_claim(message, _NOW_S),
     peer_pb2.Contact: contact_from_wire,
 }

@@ -65,6 +65,7 @@ SHORT = [  # every mode, every direction and every length
     Scene("gradients-delayed", (2, 2), "from the first side", 15.0),
     Scene("local", (2, 1), "from the first side", 60.0),
     Scene("diloco", (1, 1), "to the first side", 3.0),
+    Scene("diloco-delayed", (1, 2), "to the first side", 15.0),
     Scene("diloco-streaming", (2, 2), "both", 60.0),
 ]
 

@@ -61,3 +61,14 @@ def test_runs_that_this_machine_remembers_are_listed_with_what_it_gave(
     assert "gave 1,234 samples in 2.0 h (1.0 GB sent, 0 bytes received)" in text
     (tmp_path / "contributions.sqlite").write_bytes(b"damaged" * 500)
     assert {line["event"] for line in listed()} == {"notice", "remembered"}
+
+
+@pytest.mark.usefixtures("home")
+def test_a_machine_without_runs_on_its_network_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def browse() -> list[Any]:
+        return []
+
+    monkeypatch.setattr("swarm.net.lan.browse", browse)
+    text = CliRunner().invoke(swarm, ["runs"]).stdout
+    assert "this machine remembers no run" in text
+    assert "no run was found on the local network" in text

@@ -178,3 +178,41 @@ def test_a_malformed_receipt_is_refused(place: int, value: object) -> None:
 def test_bytes_that_are_no_receipt_are_refused(data: bytes) -> None:
     with pytest.raises(PeerError):
         decode_receipt(data)
+
+
+def test_former_electors_of_an_early_head_cannot_replace_what_a_peer_knows() -> None:
+    """An attack that a review found: two peers decided when the run was small, and sign other totals for that
+    head later.
+    """
+    history = Lineage(RUN, PEERS[0])
+    for _ in range(EVERY):
+        history.extend(made(history, [10, 20], PEERS[:2]))
+    early = history.head
+    for _ in range(2 * EVERY):
+        history.extend(made(history, [10, 20, 30, 40, 50], PEERS[:5]))
+    true = ReceiptBook(PEERS[4], RUN)
+    true.follow(history.chain())
+    before = true.totals
+    lie = Totals(certificates=EVERY * 1000, samples=1 << 40, by_peer={PEERS[0]: Credit(1 << 40, 9)})
+    forged = signed(lie, PEERS[:2], early)
+    forged.check(PEERS[:2])
+    with pytest.raises(PeerError, match="other totals"):
+        true.take(forged)
+    assert true.totals == before
+
+    for one, signer in zip(PEERS[:3], PEERS[:3], strict=True):
+        book = ReceiptBook(one, RUN)
+        book.follow(history.chain())
+        book.sign(SIGNERS[signer])
+        (head,) = book.unsigned
+        true.add(head, book.signatures(head))
+    assert true.newest is not None
+    newcomer = ReceiptBook(PEERS[5], RUN)
+    newcomer.follow(history.chain((), 2 * EVERY + 1))
+    newcomer.take(forged)  # it knows nothing better
+    assert newcomer.totals != before
+    newcomer.take(true.newest)  # of a later head
+    assert newcomer.totals == before
+    with pytest.raises(PeerError, match="other totals"):
+        newcomer.take(forged)
+    assert newcomer.totals == before

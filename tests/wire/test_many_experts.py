@@ -1,0 +1,84 @@
+"""A mixture that calls hundreds of experts of one server in one pass, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+import swarm
+from moe.protocol.call_slots import OPEN_MAX, CallSlots
+from swarm.core.errors import DeadlineExceeded
+from swarm.testing.identities import SeededIdentity
+from tests.wire.expert_pair import pair
+
+COUNT, WIDTH = 300, 8
+
+
+class Shift(torch.nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.number
+
+
+def test_hundreds_of_experts_of_one_server_answer_in_one_pass() -> None:
+    """Regression: a server refused what exceeded 128 requests of one caller, or 256 calls, and samples went
+    to worse experts or got no gradient. Every expert was described by a call of its own before the first
+    pass, though all have one schema.
+    """
+    experts = {f"ffn.{n}": swarm.Expert(Shift(n), (torch.zeros(1, WIDTH),)) for n in range(COUNT)}
+    with pair(experts) as both:
+        layer = swarm.RemoteMixtureOfExperts(
+            both.guest,
+            WIDTH,
+            grid=f"ffn.[0:{COUNT}]",
+            k_best=COUNT,
+            k_min=COUNT,
+            backward_k_min=COUNT,
+            forward_timeout_s=30.0,
+        )
+        for _ in range(2):
+            x = torch.randn(3, WIDTH).requires_grad_()
+            y = layer(x)
+            (scores,) = layer.gate(x)
+            shift = (scores.softmax(dim=1) * torch.arange(COUNT)).sum(dim=1, keepdim=True)
+            assert torch.allclose(y, x + shift, rtol=1e-4)
+            y.sum().backward()
+            for report in (layer.last_forward, layer.last_backward):
+                assert report is not None
+                assert len(report.answered) == COUNT
+                assert not report.failed
+        assert not any(one.refusals for one in both.server.statistics().experts.values())
+
+
+def test_a_call_waits_for_a_slot_until_its_deadline() -> None:
+    async def scenario() -> None:
+        calls, peer, other = CallSlots(), SeededIdentity("a").peer_id, SeededIdentity("b").peer_id
+        loop, under_way, most = asyncio.get_running_loop(), 0, 0
+
+        async def call(seconds: float) -> None:
+            nonlocal under_way, most
+            async with calls.to(peer, loop.time() + 10.0):
+                under_way += 1
+                most = max(most, under_way)
+                await asyncio.sleep(seconds)
+                under_way -= 1
+
+        await asyncio.gather(*(call(0.01) for _ in range(3 * OPEN_MAX)))
+        assert most == OPEN_MAX
+        held = [loop.create_task(call(0.3)) for _ in range(OPEN_MAX)]
+        await asyncio.sleep(0)
+        with pytest.raises(DeadlineExceeded, match="64 other calls"):
+            async with calls.to(peer, loop.time() + 0.05):
+                pass
+        async with calls.to(other, loop.time() + 0.05):
+            pass
+        await asyncio.gather(*held)
+        await call(0.0)
+        assert under_way == 0
+
+    asyncio.run(scenario())
