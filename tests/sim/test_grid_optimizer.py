@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from averaging.history.certificate import Certificate
 from averaging.optim.modes import ModeSettings
 from averaging.optim.modes.settings import Diloco, Gradients
 from averaging.optim.optimizer import OptimizerConfig
@@ -46,13 +45,6 @@ def shared_state(peer: SimulatedTrainer) -> tuple[bool, dict[str, torch.Tensor]]
     tensors = {name: tensor.clone() for name, tensor in read_tensors(view.blob, header, start).items()}
     view.close()
     return view.canonical, tensors
-
-
-def last_certificate(peer: SimulatedTrainer) -> Certificate:
-    rounds = [report.round for report in peer.reports if report.stepped]
-    assert rounds[-1] is not None
-    assert rounds[-1].certificate is not None
-    return rounds[-1].certificate
 
 
 async def train(swarm: Any, epoch: int, peers: list[SimulatedTrainer] | None = None) -> None:
@@ -165,37 +157,6 @@ def test_rounds_behind_training_go_through_the_grid_and_leave_one_state(
                 assert sum(report.contributed for report in peer.reports) + peer.reports[-1].accumulated == (
                     BATCH * peer.steps
                 )
-
-    run_virtual(scene())
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_an_elector_without_samples_takes_the_average_and_no_seat_until_it_contributes(seed: int) -> None:
-    """It holds up nobody, and leaves the electors, as one that misses a round (decision 0030)."""
-
-    async def scene() -> None:
-        async with trainers(seed, 4, PAIRS) as swarm:
-            await train(swarm, 1)
-            certificate = last_certificate(swarm.peers[0])
-            idle = next(one for one in swarm.peers if one.node.peer_id in certificate.electors)
-            idle.opt.pause(True)
-            began_s = asyncio.get_running_loop().time()
-
-            def work(one: SimulatedTrainer) -> None:
-                while one is idle and one.opt.epoch < 2:
-                    if (report := one.opt.join_started_round(5.0)) is not None:
-                        one.reports.append(report)
-                one.train_to(2)
-
-            await swarm.together(work)
-            assert asyncio.get_running_loop().time() - began_s < GOES_ON_S / 2
-            assert len({one.opt.history_head for one in swarm.peers}) == 1
-            assert next(one for one in reversed(idle.reports) if one.stepped).contributed == 0
-            assert idle.node.peer_id not in last_certificate(idle).proposal.contributors
-            idle.opt.pause(False)
-            await train(swarm, 4)
-            assert idle.reports[-1].contributed
-            assert len({one.opt.history_head for one in swarm.peers}) == 1
 
     run_virtual(scene())
 
