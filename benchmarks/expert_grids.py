@@ -21,7 +21,7 @@ WARM_UP = 3
 OVERHEAD_S_MAX = 0.1  # of a step with a batch of 512, beyond the experts' own arithmetic
 
 STAGES = 4
-STAGE_S = 0.02  # of a micro-batch in a stage, forward; as long once more backward
+STAGE_S = 0.05  # of a micro-batch in a stage, forward; as long once more backward
 MICRO_BATCHES = 8
 MICRO_BATCH_SIZE = 16
 PIPELINE_BATCHES = 12
