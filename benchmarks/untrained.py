@@ -1,9 +1,9 @@
 """The section `untrained`: loss and bytes from an untrained start, with AdamW and with Muon.
 
 Four peers of one process train the byte-level model, in the modes of `swarm.Optimizer` and with the codecs
-of real rounds (`benchmarks.rounds_in_process`): nothing of it is about the network. Batches follow from the
-seed, so a training repeats on the same machine. Finished trainings are stored in `untrained.json`; an
-interrupted section continues with the same command, and is repeated where settings have changed.
+of real rounds (`benchmarks.rounds_in_process`): the network has no influence. Batches follow from the seed,
+so a training repeats on the same machine. Finished trainings are stored in `untrained.json`, so the same
+command continues an interrupted section. Trainings whose settings have changed are repeated.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SCALE = Scale(samples=4, steps=600, common_steps=0, rising_steps=50, points=20)
 _BETAS = (0.9, 0.95)
 OUTER = Diloco(outer_lr=0.8, momentum=0.4)
 Inner = Literal["AdamW", "Muon"]
-# the best of three with synchronous rounds, seed 0
+# the best of three values, with synchronous rounds and seed 0
 RATES: dict[Inner, float] = {"AdamW": 6e-3, "Muon": 6e-3}
 
 
@@ -74,7 +74,7 @@ class UntrainedSetup:
         return model, torch.optim.AdamW(model.parameters(), lr=self.rate, betas=_BETAS, weight_decay=0.01)
 
     def set_rate(self, inner: torch.optim.Optimizer, scale: Scale, step: int) -> None:
-        """Set the learning rate of a step: it rises, then falls by a cosine to 0."""
+        """Set the learning rate of a step: it rises, then falls to 0 along a cosine."""
         falling = 0.5 * (1.0 + math.cos(math.pi * step / scale.steps))
         for group in inner.param_groups:
             group["lr"] = self.rate * falling * min(1.0, (step + 1) / max(1, scale.rising_steps))

@@ -67,8 +67,7 @@ class RunHistory:
         # `_has_left`: this peer said goodbye and does not vote any more
         self._probed_s, self._has_left = -1e9, False
         self._sleep = SleepWatch(node.clock.swarm_s)
-        # electors that the run's owner removed, which are not waited for; replaced as a whole
-        self.removed = frozenset[PeerId]()
+        self.removed = frozenset[PeerId]()  # by the run's owner: not waited for; replaced as a whole
         self.has_parted = False  # the last loaded state belongs to a history without this peer's own work
         self._strange: list[list[Contact]] = []  # for each head that strangers report, the peers to ask
 
@@ -188,8 +187,7 @@ class RunHistory:
 
     def restore(self, past: Chain) -> None:
         """Continue from a checkpoint's chain, which tells where it parted from other histories."""
-        # checks signatures, so not under the lock, for which the loop waits
-        valid = past.valid_part(self._run)
+        valid = past.valid_part(self._run)  # checks signatures: not under the lock, for which the loop waits
         with self._lock:
             self._lineage.adopt(valid)
             self._ahead = None
