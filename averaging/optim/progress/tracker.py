@@ -391,7 +391,7 @@ class Tracker:
     async def _report_to(
         self, peers: Collection[PeerId], *, among: Collection[PeerId] | None = None, full: bool = False
     ) -> None:
-        """Report to the relays of `peers` (`among`: to these only); wait for the answers of those that count."""
+        """Report to the relays of `peers` (`among`: to these only); wait for answers of those that count."""
         counted = self._counted(peers)
         members, strangers = (
             [peer for peer in self._records.relays(one, known) if among is None or peer in among]

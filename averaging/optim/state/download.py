@@ -51,7 +51,7 @@ DONORS_MAX = 5  # donors asked for the state; those that hold the same one all s
 ASKED_MAX = 20  # donors asked for a place, until some have one
 RESERVE_TIMEOUT_S = 5.0
 OPEN_TIMEOUT_S = 60.0  # includes the time in which the donor copies and hashes its state
-# how long to wait for the answer to a request for the state, beside the time that it takes on a slow link. Too
+# how long to wait for the answer to a request for the state, beside its time on a slow link. Too
 # large: a lost request costs that much time; too small: donors of large states are asked several times
 OPEN_WAIT_S = 5.0
 ANSWER_BYTES_PER_S = 50e3
