@@ -32,8 +32,8 @@ _PROBE_TIMEOUT_S = 10.0
 _REFRESH_TIMEOUT_S = 2.0
 _QUORUM_POLL_S = 0.5  # interval of checks for a quorum
 _QUORUM_PAUSE_S = 0.1  # shortest interval of checks for a quorum
-# Before the first certificate of a run, a peer that is ready waits this long for those that have made no step
-# yet. Too small: one whose first step is slow downloads what it could have averaged; too large: one that never
+# Before the first certificate of a run, a peer that is ready waits this long for those without a step. Too
+# small: a peer whose first step is slow downloads what it could have averaged; too large: a peer that never
 # trains keeps the run from beginning
 _FIRST_STEP_S = 15.0
 # in modes where peers differ anyway: a peer at most this far behind keeps its own state
