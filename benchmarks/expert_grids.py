@@ -1,5 +1,5 @@
 """Many experts, pipelines and long use on loopback, of swarm alone: a mixture over 256 experts, the
-throughput of four stages beside the ideal one, and the memory that 10,000 passes leave behind.
+throughput of four stages compared with the ideal one, and the memory growth after 10,000 passes.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from benchmarks.measured_systems import READY_TIMEOUT_S
 from benchmarks.results import Aim, Row, Series
 
 SERVERS = 4
-SIDE = 16  # of the grid
+SIDE = 16  # experts along each dimension of the grid
 K_BEST = 4
 BATCHES = (64, 512)
 MIXTURE_STEPS = 12
 WARM_UP = 3
-OVERHEAD_S_MAX = 0.1  # of a step with a batch of 512, beyond the experts' own arithmetic
+OVERHEAD_S_MAX = 0.1  # limit for a step with a batch of 512, without the experts' own arithmetic
 
 STAGES = 4
-STAGE_S = 0.02  # of a micro-batch in a stage, forward; as long once more backward
+STAGE_S = 0.05  # forward time of a micro-batch in a stage; the backward pass takes as long
 MICRO_BATCHES = 8
 MICRO_BATCH_SIZE = 16
 PIPELINE_BATCHES = 12
 PIPELINE_READINGS = 3
-IDEAL_MIN = 80.0  # per cent
+IDEAL_MIN = 80.0  # per cent of the ideal throughput
 
 PASSES = 10_000
-PASSES_BEFORE = 1_000  # caches and pools have their size then
+PASSES_BEFORE = 1_000  # after these, caches and pools have reached their size
 PASS_BATCH = 16
-GROWTH_MB_MAX = 8.0  # of server and caller together: 0.4 kB a pass and process
+GROWTH_MB_MAX = 8.0  # of server and caller together: 0.4 kB per pass and process
 
 _WORKER = "benchmarks.workers.swarm_expert_grid"
 _ORDER_TIMEOUT_S = 400.0
@@ -89,8 +89,8 @@ def _mixture_row(kind: str, batch: int, seconds: list[float], calls: int) -> Row
 
 
 def pipeline(setting: Setting) -> Row:
-    """Measure a pipeline of stages that take their time without a processor, beside the ideal: every stage
-    computes without a pause.
+    """Measure a pipeline of stages that take time but no processor, compared with the ideal, in which no
+    stage ever waits.
     """
     configurations = [
         {"kind": "stage", "sample_s": STAGE_S / MICRO_BATCH_SIZE, "experts": [f"block.{stage}"]}
@@ -133,7 +133,7 @@ def pipeline(setting: Setting) -> Row:
 
 
 def memory(setting: Setting) -> Row:
-    """Measure by how much server and caller grow in 10,000 passes, after the first thousand."""
+    """Measure how much the memory of server and caller grows in 10,000 passes, after the first thousand."""
     with Launch(
         "swarm",
         python=OWN_PYTHON,

@@ -68,6 +68,11 @@ class Data:
         self._training.start_epoch(Draw(f"convergence {seed}", step, PeerId(bytes([peer + 1]) * 32)))
         return self._training.loss(model, self._samples)
 
+    def batch(self, seed: int, step: int, peer: int) -> torch.Tensor:
+        """Return the samples of which `loss` is the loss, int64 [samples, context + 1]."""
+        self._training.start_epoch(Draw(f"convergence {seed}", step, PeerId(bytes([peer + 1]) * 32)))
+        return self._training.batch(self._samples)
+
     @torch.no_grad()
     def held_out_loss(self, model: ByteTransformer) -> float:
         """Return the loss on held-out text, in nats per byte."""

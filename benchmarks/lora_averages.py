@@ -2,9 +2,9 @@
 
     python -m benchmarks.lora_averages MODEL_FOLDER RESULTS.json [--rounds 8] [--steps 10]
 
-MODEL_FOLDER is that of `benchmarks.smollm2 --folder` (its `model`). Three peers in one process train on
-shares of their own, from a common adapter, and average after every `--steps` steps. Both ways send and
-receive float16 factors of the same shapes:
+MODEL_FOLDER is that of `benchmarks.smollm2 --folder` (its `model`). Three peers in one process start from a
+common adapter, train on separate shares of the data, and average after every `--steps` steps. Both ways send
+and receive float16 factors of the same shapes:
 
 - `factors`: mode `local`, so A and B become their means;
 - `product`: each reducer multiplies the factors that it gets and sends back those of the matrix of the
@@ -66,7 +66,7 @@ def product_average(
 
 
 class AdapterPeers:
-    """Peers with one frozen model between them, and an adapter and an optimizer each."""
+    """Peers that share one frozen model; each has its own adapter and optimizer."""
 
     def __init__(self, folder: Path) -> None:
         from peft import LoraConfig, get_peft_model
@@ -78,7 +78,8 @@ class AdapterPeers:
         self.model: nn.Module = get_peft_model(base, lora).train()
         self.shown = [one for one in self.model.parameters() if one.requires_grad]  # A, B, A, B, …
         tokenizer = AutoTokenizer.from_pretrained(folder, use_fast=True)
-        tokenizer.model_max_length = 1 << 40  # documents are longer; samples are cut afterwards
+        # avoids a warning: documents are longer, and are cut into samples afterwards
+        tokenizer.model_max_length = 1 << 40
         settings = LanguageModelSettings(model="smollm2", sequence_length=_TOKENS, data_bytes=1 << 20)
         self.data = TextData(documents_of(None, settings), tokenizer, settings, torch.device("cpu"))
         self.adapters = [[nn.Parameter(one.detach().clone()) for one in self.shown] for _ in range(PEERS)]
@@ -128,7 +129,7 @@ class AdapterPeers:
 
 
 def run(folder: Path, way: str, rounds: int, steps: int) -> Iterator[dict[str, Any]]:
-    """Train one way from the common start, and yield the loss after each round."""
+    """Train with one of the two ways from the common adapter, and yield the loss after each round."""
     peers, began_s = AdapterPeers(folder), time.monotonic()
     averaging = RoundsInProcess(PEERS, peers.numel, "float16", error_feedback=False)
     yield {"round": 0, "loss": peers.held_out_loss(), "seconds": 0.0}

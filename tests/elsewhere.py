@@ -1,8 +1,8 @@
-"""Runs pytest as on a system without what not every system has:
+"""Run pytest as on a system without uvloop and some functions of `os`:
 
     python -m tests.elsewhere tests/core tests/net
 
-uvloop is not installed, and `os` has neither `fork` nor processor affinity. Other programs can still be
+Importing uvloop fails, and `os` has neither `fork` nor processor affinity. Other programs can still be
 started, as on every system.
 """
 
@@ -16,7 +16,7 @@ _LACKING = ("fork", "forkpty", "register_at_fork", "sched_getaffinity", "sched_s
 
 
 def lose_what_few_systems_have() -> None:
-    """Change this process. Call it before anything of swarm is imported."""
+    """Change this process. Call this before any module of swarm is imported."""
     import torch  # noqa: F401  # it goes by the name of the system, and would miss `register_at_fork`
 
     absent: Any = None  # imports of it raise ImportError

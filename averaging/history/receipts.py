@@ -342,8 +342,9 @@ class ReceiptBook:
         """Take a receipt of another peer. Raise PeerError when its head is not in this peer's history, no
         quorum of the electors there has signed it, or it contradicts what this peer knows.
 
-        Electors of an early head may have turned bad since, when the run had few. So a receipt never replaces
-        totals that this peer has computed itself; and of receipts those of later heads count.
+        Early in a run there are few electors, and they may have become malicious since. So a receipt never
+        replaces totals that this peer has computed itself. Totals taken from a receipt are replaced only by a
+        receipt for a later head.
         """
         if self._chain is None or receipt.run != self._run:
             raise PeerError("a receipt of another run")

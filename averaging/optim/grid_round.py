@@ -50,6 +50,7 @@ class GridRound:
         self.made_by_electors = False  # the values are those that the electors certified, bit for bit
         self._pending: PendingRound | None = None
         self._waits_since_s = self._asked_s = self._retry_s = -math.inf
+        self._certified_s = math.inf  # since when the certificate is known
         self._retries = Backoff(_RETRY_S_FIRST, _RETRY_S_MAX, self._node.rng)
         self._begin_next()
 
@@ -123,7 +124,8 @@ class GridRound:
                 self._retry_s = now_s + self._retries.next_s()
             return
         is_over = self._certificate() is not None
-        if result.failed and self._averaged is None and (result.reason != "passed" or is_over):
+        is_first = self._averaged is None and self._number == 1
+        if result.failed and self._averaged is None and (is_over or (is_first and result.reason != "passed")):
             self._outcome = result  # nothing has changed, and it can be tried again
             return
         if result.failed:
@@ -153,17 +155,28 @@ class GridRound:
         return found if found is not None and found.proposal.is_break in allowed else None
 
     def _follow(self, now_s: float) -> None:
-        """End with the certificate of the electors, once it is known, if this peer was not in their round."""
-        certificate = self._certificate() if self._waits else None
+        """End with the certificate of the electors, once it is known, if this peer was not in their round:
+        at once when its rounds are over, and after `grace_s` when it still searches for members of a cell,
+        who are most probably in the next epoch.
+        """
+        certificate = self._certificate()
         if certificate is None:
+            self._certified_s = math.inf
             return
+        if not self._waits:
+            self._certified_s = min(self._certified_s, now_s)
+            runner = self._plan.averager.runner
+            if now_s - self._certified_s < self._grace_s or (runner is not None and runner.in_round):
+                return
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.cancel()
             pending.wait_given_up(CANCEL_S_MAX)
-            if pending.done and not (result := self._plan.take(pending)).failed:
-                self._outcome, self.made_by_electors = result, True  # it was committed here, too
-                return
+            if pending.done and not (result := self._plan.take(pending)).failed:  # committed here, too
+                if self._waits:
+                    self._outcome, self.made_by_electors = result, True
+                    return
+                self._averaged, self._first = result, self._first or result
         if self._averaged is not None:
             self._outcome = replace(self._averaged, certificate=certificate)
         else:

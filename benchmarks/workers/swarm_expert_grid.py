@@ -1,7 +1,7 @@
 """Servers of many experts or of the stages of a pipeline, and the trainers that call them.
 
-What a server computes is given: nothing ("nop"), a feed-forward layer ("ffn"), or a stage that takes its time
-without a processor, as one on a GPU elsewhere does ("stage").
+A server's experts compute nothing ("nop"), a feed-forward layer ("ffn"), or are stages that take time but no
+processor, like one on a GPU ("stage").
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TIMEOUT_S = 60.0
 
 
 class Stage(torch.nn.Module):
-    """Returns its input after a while for each sample; a backward pass computes it again, so it takes as
+    """Returns its input after a fixed time for each sample. A backward pass computes it again, so it takes as
     long.
     """
 
@@ -95,7 +95,8 @@ def mixture_steps(node: swarm.Node, order: dict[str, Any]) -> dict[str, Any]:
         seconds.append(time.monotonic() - begun_s)
         assert layer.last_forward is not None
         calls_made = len(layer.last_forward.answered)
-        if order["kind"] == "nop" and not torch.allclose(y, x, atol=1e-4):  # the weights add up to 1
+        # the weights add up to 1, so the output must be the input
+        if order["kind"] == "nop" and not torch.allclose(y, x, atol=1e-4):
             raise AssertionError("the output of experts that return their input is wrong")
     return {"seconds": seconds, "calls": calls_made}
 
@@ -112,7 +113,7 @@ def pipeline_batches(node: swarm.Node, order: dict[str, Any]) -> dict[str, Any]:
         config=swarm.PipelineConfig(in_flight_max=order["in_flight_max"]),
     )
     batch = (torch.zeros(samples, WIDTH), torch.ones(samples, WIDTH))
-    pipeline.train_batches([batch], torch.nn.functional.mse_loss)  # schemas and servers are known then
+    pipeline.train_batches([batch], torch.nn.functional.mse_loss)  # after this, schemas and servers are known
     wait_until(order["at_s"])
     begun_s = time.monotonic()
     losses = pipeline.train_batches([batch] * order["count"], torch.nn.functional.mse_loss)

@@ -1,16 +1,16 @@
-"""Learned low-rank compression of activations: the stages of a pipeline exchange codes of few numbers instead
-of vectors.
+"""Learned low-rank compression of activations: the stages of a pipeline exchange codes of a few numbers
+instead of whole activations.
 
 Between two stages a vector of `width` numbers is projected to `rank` numbers, sent, and expanded again. The
 gradient of a code has `rank` numbers, too, and is exact: the projection is a part of the model, not a codec,
-so nothing is lost in the backward pass. All projections begin with one orthonormal basis, which follows from
-a seed, so that what a stage expands is what the one before has projected. Then each is learned with its
-stage.
+so nothing is lost in the backward pass. All projections start from the same orthonormal basis, derived from a
+seed, so that each stage expands codes with the basis that the previous stage used. Then each projection is
+learned with its stage.
 
 The idea of a common subspace for both directions is that of Ramasinghe and others ("Protocol Models",
-arXiv 2506.01260). There the basis stays as it is, and the weights of all stages are kept within it; here the
-basis is learned and the weights are free. What lies outside the subspace is lost between stages, so a deep
-residual stream needs a larger rank than one layer does.
+arXiv 2506.01260). In that paper the basis is fixed and the weights of all stages are confined to it; here the
+basis is learned and the weights are unconstrained. Whatever lies outside the subspace is lost between stages,
+so a deep residual stream needs a larger rank than a single layer.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class ActivationSubspace:
             subspace.decoder(), head,
         )
 
-    A grid file says the same with `activation_rank = 64`.
+    In a grid file, `activation_rank = 64` does the same.
 
     Args:
         width: The last dimension of the activations.
         rank: The last dimension of their codes.
-        seed: Of the basis with which all projections begin.
+        seed: The seed of the basis from which all projections start.
     """
 
     def __init__(self, width: int, rank: int, seed: int = 0) -> None:
@@ -53,21 +53,21 @@ class ActivationSubspace:
         self._basis = torch.linalg.qr(gaussian).Q
 
     def encoder(self) -> nn.Linear:
-        """Return a new projection, float (…, width) to (…, rank), for the trainer's end."""
+        """Return a new projection from float (…, width) to (…, rank), for the trainer's end."""
         return self._linear(self._basis.T)
 
     def decoder(self) -> nn.Linear:
-        """Return a new expansion, float (…, rank) to (…, width), for the trainer's end."""
+        """Return a new expansion from float (…, rank) to (…, width), for the trainer's end."""
         return self._linear(self._basis)
 
     def stage(self, module: nn.Module) -> nn.Module:
-        """Return a module that takes and returns codes, around one that takes and returns activations.
-        Further arguments and results pass as they are.
+        """Return a module that takes and returns codes, wrapped around one that takes and returns
+        activations. Further arguments and results are passed unchanged.
         """
         return _CodedStage(self.decoder(), module, self.encoder())
 
     def sample(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the sample inputs of a stage for those of its module."""
+        """Return the sample inputs of a stage, given those of its module."""
         first = inputs[0]
         if not isinstance(first, torch.Tensor) or first.ndim < 2 or first.shape[-1] != self.width:
             raise UsageError(f"the first input of a stage is a tensor (batch, …, {self.width})")

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from moe.protocol import methods
+from moe.protocol.call_slots import CallSlots
 from moe.protocol.codecs import UNCOMPRESSED as UNCOMPRESSED
 from moe.protocol.codecs import WireCodecs as WireCodecs
 from moe.protocol.declarations import ExpertReplica, ServerLoad
@@ -36,7 +37,6 @@ from moe.protocol.errors import (
 )
 from moe.protocol.expected_reply import ExpectedReply
 from moe.protocol.names import ExpertUid
-from moe.protocol.open_calls import OpenCalls
 from moe.protocol.schema import ExpertSchema, check
 from moe.protocol.tensors import (
     TensorPayload,
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 _SCHEMAS_MAX = 1024
 _CLASS_CHARACTERS_MAX = 64
-_POOLED_BYTES = 256 << 10  # encoding more bytes takes longer than a change of threads
+_POOLED_BYTES = 256 << 10  # encoding more bytes than this takes longer than a thread switch
 _TENSOR_CONNECTION = 1
 
 
@@ -70,7 +70,7 @@ class Description:
     batch_size_max: int  # the most samples of one request
     frozen: bool
     load: ServerLoad
-    expert_class: str = ""  # by which its server made it; empty: a module of the server's user
+    expert_class: str = ""  # the class from which its server made it; empty: a module of the server's user
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,12 +78,12 @@ class ForwardReply:
     """The reply to a forward pass."""
 
     outputs: list[torch.Tensor]  # flat, in the order of the schema, on the host
-    version: int  # the parameters' version that computed them
-    request_id: bytes  # for the backward pass that follows
-    wait_s: float  # how long the next request would wait there
+    version: int  # version of the parameters that computed the outputs
+    request_id: bytes  # identifies this pass in the backward pass that follows
+    wait_s: float  # how long the server's next request would wait
     kept: bool = False  # the server keeps the inputs: the backward pass need not send them
-    # the replies to the requests of `part_samples` samples each, the last one of fewer, into which the batch
-    # was cut; () when it was one request
+    # a batch that is too large for one request is cut into requests of `part_samples` samples, the last one
+    # of fewer: their replies; () when it was one request
     parts: tuple[ForwardReply, ...] = ()
     part_samples: int = 0
 
@@ -92,8 +92,9 @@ class ForwardReply:
         return replace(self, outputs=[])
 
     def for_pass(self, number: int) -> ForwardReply:
-        """Return the reply for the backward pass with this number, from 0 on, of one forward pass. Each has a
-        request id of its own, the same whenever it is repeated, and is applied in addition to the others.
+        """Return the reply for the backward pass with this number, from 0 on, of one forward pass. Each pass
+        has a separate request id, which stays the same when the pass is repeated, and is applied in addition
+        to the others.
         """
         if not number:
             return self
@@ -106,9 +107,9 @@ class ForwardReply:
 class BackwardReply:
     """The reply to a backward pass."""
 
-    # of the floating-point inputs, in order; None: the expert does not depend on it
+    # gradients of the floating-point inputs, in order; None: the expert does not depend on that input
     gradients: list[torch.Tensor | None]
-    version: int  # the parameters' version that computed them, before the step
+    version: int  # version of the parameters that computed the gradients, before the step
     wait_s: float
 
 
@@ -171,7 +172,7 @@ class ExpertCalls:
     def __init__(self, channels: Channels, pool: ThreadPoolExecutor) -> None:
         self._channels, self._pool = channels, pool
         self._schemas: OrderedDict[bytes, ExpertSchema] = OrderedDict()  # by digest
-        self._open = OpenCalls()
+        self._open = CallSlots()
         self._asking: dict[tuple[PeerId, bytes], asyncio.Lock] = {}  # of servers that are describing a schema
 
     @classmethod

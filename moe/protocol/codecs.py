@@ -10,13 +10,13 @@ from swarm.compression import find
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WireCodecs:
     """The codecs in which the tensors of a call are sent. None: the codec that the expert's server names, or
-    the elements as they are where it names none; "float32" always sends float32 tensors as they are.
+    no encoding where it names none; "float32" always sends float32 tensors unencoded.
     """
 
     inputs: str | None = None  # activations sent to the expert
-    outputs: str | None = None  # activations that it returns
-    gradients: str | None = None  # of outputs, sent to the expert
-    input_gradients: str | None = None  # gradients that it returns
+    outputs: str | None = None  # activations returned by the expert
+    gradients: str | None = None  # gradients of the outputs, sent to the expert
+    input_gradients: str | None = None  # gradients of the inputs, returned by the expert
 
     def __post_init__(self) -> None:
         for name in self.names:

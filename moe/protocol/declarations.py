@@ -36,7 +36,7 @@ _DIGEST_BYTES = 16
 _WAIT_S_MAX = 3600.0
 _RATE_MAX = 1e9
 _PARALLEL_DELETES = 16
-_WITHDRAW_TIMEOUT_S = 0.8  # a closing node waits no longer for its callbacks
+_WITHDRAW_TIMEOUT_S = 0.8  # less than the time for which a closing node waits for its callbacks
 _GRIDS_PER_SERVER_MAX = 64  # grids that a server lists; readers find further grids only by name
 _GRID_CHARACTERS_MAX = 200
 
@@ -282,11 +282,12 @@ def _branch(answer: Entry | dict[str, Entry] | None) -> GridBranch:
     deeper: set[int] = set()
     experts: dict[int, list[ExpertReplica]] = {}
     for entry in answer.values() if isinstance(answer, dict) else ():
-        value = entry.value  # valid, since this peer registered RULES
+        # this cannot fail: this peer registered RULES, so only valid records are returned
+        value = entry.value
         try:
             contact = Contact.from_record(entry.writer, value["addresses"])
         except PeerError:
-            continue  # an invalid record of its writer's; the others are used
+            continue  # the writer's record is invalid; the others are used
         deeper.update(value["deeper"])
         load = ServerLoad(float(value["wait"]), float(value["rate"]), float(value["busy"]))
         known: set[int] = set()  # a server counts as one replica, even if it lists an expert twice

@@ -27,7 +27,8 @@ UIDS_PER_DESCRIBE_MAX = 192  # this many fit into one reply, with schemas and se
 LINEAGES_PER_DESCRIBE_MAX = 64  # the same with lineages
 REQUEST_ID_BYTES = 16
 SILENCE_S_MAX = 30.0
-# A payload arrives at least this fast, on average and after the first silence: it holds memory meanwhile.
+# A payload must arrive at least this fast on average, once `SILENCE_S_MAX` has passed, because it holds
+# memory meanwhile.
 PACE_BYTES_PER_S_MIN = 32 << 10
 _HEADER_BYTES_MAX = 16 << 10
 
@@ -87,7 +88,7 @@ async def receive_payload(
     called with the size of each message, and may raise.
 
     Raises PeerError when the stream ends before that, continues after it, is silent for SILENCE_S_MAX, or is
-    slower than PACE_BYTES_PER_S_MIN: what has come already holds memory.
+    slower than PACE_BYTES_PER_S_MIN, because received data holds memory.
     """
     payload = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
     array = payload.numpy()

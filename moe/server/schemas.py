@@ -1,4 +1,4 @@
-"""The schema of a module: what it takes and returns for samples, and for shorter sequences."""
+"""The schema of a module: the inputs and outputs for its samples, and for shorter sequences."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def schema_of(
 
     A module that takes sequences of any length up to that of the samples says so by an attribute,
     `sequence_dimension`: the number of that dimension in its inputs, such as 1 in (batch, sequence,
-    features). It is called once more then, with a sequence of half the length. Raises UsageError when its
-    inputs or outputs are no trees of tensors, or do not follow the length.
+    features). Such a module is called once more, with a sequence of half the length. Raises UsageError when
+    its inputs or outputs are not trees of tensors, or their shapes do not change with the length.
     """
     tree, tensors = flatten(sample_inputs)
     schema = _schema(call, tree, tensors, device)
@@ -36,7 +36,7 @@ def schema_of(
     length = next((one.shape[dimension] for one in tensors if is_number and one.ndim > dimension), 0)
     if not length:
         raise UsageError(
-            "sequence_dimension of a module is the number of a dimension of its inputs, behind the batch: "
+            "sequence_dimension of a module is the number of a dimension of its inputs after the batch, "
             f"not {dimension!r}"
         )
     if length == 1:

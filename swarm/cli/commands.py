@@ -18,7 +18,7 @@ COMMANDS = {
     "bootstrap": ("bootstrap", "Run a long-lived entry point that trains nothing."),
     "change": ("admin", "Change a run that you own while others train it."),
     "config": ("preferences", "Show or change what volunteers may do on this machine."),
-    "contributors": ("contributors", "List who has given how much to a run."),
+    "contributors": ("contributors", "List how much each peer has given to a run."),
     "dashboard": ("dashboard", "Manage a run that you own."),
     "demo": ("demo", "Watch several peers train a model on this machine."),
     "doctor": ("doctor", "Find out whether this machine can volunteer."),

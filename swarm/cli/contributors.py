@@ -1,4 +1,6 @@
-"""`swarm contributors`: list what each peer has given to a run, as its members have signed it."""
+"""`swarm contributors`: list how much each peer has given to a run, according to totals that its members
+sign.
+"""
 
 from __future__ import annotations
 
@@ -34,16 +36,16 @@ _READ_S = 60.0
     type=options.BoundedInteger(1, SHOWN_MAX),
     default=20,
     show_default=True,
-    help="How many to list.",
+    help="Number of contributors to list.",
 )
 @options.as_json
 def contributors(
     entries: tuple[str, ...], run: str | None, identity: str | None, top: int, as_json: bool
 ) -> int:
-    """List who has given how many samples to a run, since it began.
+    """List how many samples each peer has given to a run since it began.
 
-    The members of a run sign these totals: see docs/decisions/0065. Names are those that peers give
-    themselves; PeerIDs tell them apart. RUN is the name of a run in which this machine took part.
+    The members of a run sign these totals: see docs/decisions/0065. Names are chosen by the peers and need
+    not be unique; PeerIDs are. RUN is the name of a run in which this machine took part.
 
     \b
     Examples:
@@ -67,13 +69,15 @@ def contributors(
         directory = RunDirectory(node.dht.service, node.peer_id, clock=node.clock)
         signed = find_run(node, directory, entry.run)
         if signed.is_grid:
-            raise UsageError(f"{signed.full_name} is a grid of experts: nobody signs what its servers give")
+            raise UsageError(
+                f"{signed.full_name} is a grid of experts: contributions to grids are not signed"
+            )
         check_invited(signed, node.membership)
         totals, found = node.network.run(_read(node, signed), _READ_S)
         mine = own_peers()
         for place, one in enumerate(found, 1):
             is_own = one.peer_id in mine
-            if place <= top or is_own:  # a volunteer always finds itself
+            if place <= top or is_own:  # a volunteer always sees its own line
                 fields, text = _fields(one, place, is_own=is_own), _line(one, place, totals, is_own=is_own)
                 output.emit(Result(name="contributor", fields=fields, text=text))
         output.emit(Notice(text=_summary(totals, len(found), top)))
@@ -112,6 +116,6 @@ def _line(one: Contributor, place: int, totals: Totals, *, is_own: bool) -> str:
 
 def _summary(totals: Totals, count: int, top: int) -> str:
     if not count:
-        return "nobody has given anything to this run yet that others have witnessed"
+        return "nobody has given anything to this run yet that other peers have witnessed"
     more = f", of which {top:,} are listed" if count > top else ""
     return f"{totals.samples:,} samples in {totals.certificates:,} rounds by {count:,} peers{more}"

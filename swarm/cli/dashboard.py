@@ -1,4 +1,4 @@
-"""`swarm dashboard`: a run for its owner, with members, invites, and changes by a key."""
+"""`swarm dashboard`: show an owner its run, with members and invites, and change the run with single keys."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from swarm.run.signed import SignedSpecification
 
 _POLL_S = 0.25
-_FIRST_S = 15.0  # to wait for members before the first picture
+_FIRST_S = 15.0  # wait for members before the first screen is drawn
 _READ_S = 30.0
 
 
@@ -38,15 +38,15 @@ _READ_S = 30.0
 @click.argument("run", metavar="RUN")
 @options.peers_of_run
 @options.owner_identity
-@click.option("--once", is_flag=True, help="Look once, print, and end.")
+@click.option("--once", is_flag=True, help="Print the run once and exit.")
 @options.as_json
 def dashboard(run: str, addresses: tuple[str, ...], identity: str | None, once: bool, as_json: bool) -> int:
     """Manage a run that you own: its members with their roles and what they gave, the invites that were made
-    on this machine and how often they were used, and changes by a key: pause, revoke, a message to
-    volunteers, end.
+    on this machine and how often they were used. Single keys pause the run, revoke, send volunteers a
+    message, and end the run.
 
-    RUN is a name, NAME@ID or an id. Without --from it is reached through a volunteer of this user on this
-    machine. Keys that take something away from somebody are pressed twice.
+    RUN is a name, NAME@ID or an id. Without --from, the run is reached through a volunteer of this user on
+    this machine. Keys for actions that are hard to undo must be pressed twice.
 
     \b
     Examples:
@@ -94,7 +94,7 @@ class Desk:
         return self._watch.node.network.run(reading, _READ_S)
 
     def look(self) -> Dashboard:
-        """Return the run at this moment."""
+        """Return the present state of the run."""
         return self._watch.node.network.run(self._look(), TURN_S_MAX)
 
     async def _look(self) -> Dashboard:
@@ -132,7 +132,7 @@ class Desk:
         return ", ".join(words)
 
     def change_for(self, action: Action, subject: str, line: str) -> Change:
-        """Return the change of a key. `subject`: of the chosen row; `line`: the message."""
+        """Return the change that a key asks for. `subject`: that of the chosen row; `line`: the message."""
         from swarm.run.changes import Change
 
         training = self.signed.training
@@ -147,7 +147,7 @@ class Desk:
         return Change(ban=(subject,))
 
     def change(self, wanted: Change) -> str:
-        """Publish a change. Return what to tell the owner."""
+        """Publish a change. Return a sentence for the owner."""
         from swarm.run.changes import differences, sign_change
 
         try:

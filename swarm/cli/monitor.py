@@ -161,7 +161,7 @@ class MonitorChoices:
     default=None,
     help="Pass alerts to a command as a mail with its subject: 'sendmail me@example.org'.",
 )
-@click.option("--once", is_flag=True, help="Look once, print, and end.")
+@click.option("--once", is_flag=True, help="Print the state once and exit.")
 @options.as_json
 @options.exit_with_parent
 def monitor(addresses: tuple[str, ...], **given: Any) -> int:

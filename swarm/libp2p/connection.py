@@ -166,7 +166,7 @@ async def answered(stream: MuxedStream, seconds: float, failure: str) -> AsyncIt
 
 
 class Events(Protocol):
-    """What a connection reports to its host. The methods return at once."""
+    """The events that a connection reports to its host. The methods return at once."""
 
     def opened(self, stream: MuxedStream, /) -> None:
         """The peer has opened a stream."""

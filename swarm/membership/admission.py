@@ -94,13 +94,13 @@ class Admission:
         self.revoked: frozenset[PeerId] = frozenset()
         self.removed: frozenset[PeerId] = frozenset()  # peers that were admitted before they were revoked
         # rights by holder; the owner is a holder without a capability
-        self._standings: dict[PeerId, Rights] = {self.owner: _OWNERS_RIGHTS}
+        self.standings: dict[PeerId, Rights] = {self.owner: _OWNERS_RIGHTS}
         self._uses: dict[PeerId, _Uses] = {}  # uses by subject of a grant
 
     @property
     def holders(self) -> Collection[PeerId]:
         """Return a live view of the admitted peers."""
-        return self._standings.keys()
+        return self.standings.keys()
 
     def admit(self, holder: PeerId, grants: Grants, now_s: float) -> None:
         """Check a peer's capability and remember the peer. The owner needs none.
@@ -109,7 +109,7 @@ class Admission:
         """
         if holder in self._owners:
             return
-        known = self._standings.get(holder)
+        known = self.standings.get(holder)
         if known is not None and known.grants == grants and now_s < known.expires_s:
             return
         if not grants:
@@ -124,42 +124,36 @@ class Admission:
         if standing.concerns(self.revoked):
             raise NotInvited(self._sentence(_REVOKED))
         self._count(holder, standing, now_s)
-        self._standings[holder] = standing
+        self.standings[holder] = standing
 
     def refusal(self, caller: PeerId, method: str, now_s: float) -> str:
         """Return why this peer may not call this method; empty if it may."""
-        rights = self._standings.get(caller)
-        if rights is not None and method in rights.may_call and now_s < rights.expires_s:
-            return ""
         roles = self.roles(caller, now_s)
         if not roles:
             return self._sentence("a peer joins with an invite (swarm1…), which a member makes for it")
         lacking = _lacking(roles, method)
         if lacking:
             return self._sentence(f"this needs the role {' or '.join(sorted(lacking))}")
-        _remember(self._standings[caller].may_call, method)
+        _remember(self.standings[caller].may_call, method)
         return ""
 
     def callee_refusal(self, callee: PeerId, method: str, now_s: float) -> str:
         """Return why this peer must not be called for this method; empty if it may."""
-        rights = self._standings.get(callee)
-        if rights is not None and method in rights.may_answer and now_s < rights.expires_s:
-            return ""
         lacking = _lacking_callee(self.roles(callee, now_s), method)
         if not lacking:
-            if callee in self._standings:
-                _remember(self._standings[callee].may_answer, method)
+            if callee in self.standings:
+                _remember(self.standings[callee].may_answer, method)
             return ""
         needed = " or ".join(sorted(lacking))
         return self._sentence(f"peer {callee} offers a service for which it lacks the role {needed}")
 
     def roles(self, peer: PeerId, now_s: float) -> frozenset[Role]:
         """Return the roles of a peer; none if it was not admitted, or its capability has expired."""
-        standing = self._standings.get(peer)
+        standing = self.standings.get(peer)
         if standing is None:
             return frozenset()
         if now_s >= standing.expires_s:
-            del self._standings[peer]
+            del self.standings[peer]
             return frozenset()
         return standing.roles
 
@@ -171,9 +165,9 @@ class Admission:
         if known is not None and handover.after < known.after:
             return
         if known is not None and known.owner != self.owner:
-            self._standings.pop(known.owner, None)
+            self.standings.pop(known.owner, None)
         self.handover = handover
-        self._standings[handover.owner] = _OWNERS_RIGHTS
+        self.standings[handover.owner] = _OWNERS_RIGHTS
         self.removed -= {handover.owner}
         self.revoked -= {handover.owner}
 
@@ -187,10 +181,10 @@ class Admission:
             self.hear(run.handover)
         self._confirmed = frozenset(confirmed) if owner != self._founder else None
         if owner != self.owner:
-            self._standings.pop(self.owner, None)
+            self.standings.pop(self.owner, None)
             self.owner = owner
-        self._standings |= dict.fromkeys(self._owners, _OWNERS_RIGHTS)
-        for holder, one in list(self._standings.items()):
+        self.standings |= dict.fromkeys(self._owners, _OWNERS_RIGHTS)
+        for holder, one in list(self.standings.items()):
             if one.grants:
                 try:
                     check_rooted(self.run_id, self._roots_of(one.grants), one.grants, one.signed_s)
@@ -198,7 +192,7 @@ class Admission:
                     self._forget(holder)
                     self.removed |= {holder}
         if owner != self._founder:
-            self.removed |= {self._founder} - self._standings.keys()
+            self.removed |= {self._founder} - self.standings.keys()
         self.removed -= {owner}
 
     def uses_of(self, subject: PeerId) -> int:
@@ -209,7 +203,7 @@ class Admission:
     @property
     def first_subjects(self) -> frozenset[PeerId]:
         """Return the peers and invites at the start of the admitted capability chains."""
-        return frozenset(one.grants[0].subject for one in self._standings.values() if one.grants)
+        return frozenset(one.grants[0].subject for one in self.standings.values() if one.grants)
 
     def _roots_of(self, grants: Grants) -> list[PeerId]:
         """Return the owners whose signature a capability may begin with."""
@@ -226,7 +220,7 @@ class Admission:
     def revoke(self, peers: Iterable[PeerId]) -> None:
         """Replace the list of revoked peers and invites, and forget the affected peers."""
         self.revoked = frozenset(peers) - {*self._owners}
-        removed = {holder for holder, one in self._standings.items() if one.concerns(self.revoked)}
+        removed = {holder for holder, one in self.standings.items() if one.concerns(self.revoked)}
         for holder in removed:
             self._forget(holder)
         self.removed |= removed
@@ -270,7 +264,7 @@ class Admission:
 
     def _forget(self, holder: PeerId) -> None:
         """Forget a peer and release its uses."""
-        self._standings.pop(holder, None)
+        self.standings.pop(holder, None)
         for uses in self._uses.values():
             uses.signed_s.pop(holder, None)
 

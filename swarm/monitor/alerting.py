@@ -20,10 +20,10 @@ from swarm.core.errors import UsageError
 from swarm.monitor.logic.alerts import Alert, Alerts
 from swarm.monitor.logic.view import MonitorView
 
-_WAITING_MAX = 20  # alerts; beyond, the newest is dropped and said so
+_WAITING_MAX = 20  # unsent alerts; further ones are dropped, and the user is told so
 _SEND_S = 15.0
 _TRIES = 3
-_PAUSE_S = 5.0  # after a failure; three times as long after the second one
+_PAUSE_S = 5.0  # pause after the first failure; three times as long after the second
 _STOP_S = 2.0
 _TEXT_MAX = 1000
 
@@ -35,7 +35,7 @@ class AlertChannels:
     webhook: str | None = None  # an http or https address
     command: tuple[
         str, ...
-    ] = ()  # with its arguments; it reads a mail's subject and text from standard input
+    ] = ()  # a command with its arguments, which reads a mail's subject and text from standard input
 
     @classmethod
     def parse(cls, webhook: str | None, command: str | None) -> AlertChannels:
@@ -64,7 +64,7 @@ class Alerting:
     def __init__(
         self, channels: AlertChannels, tell: Callable[[str], None], *, pause_s: float = _PAUSE_S
     ) -> None:
-        """`tell` shows a sentence about an alert to the user, also one that could not be sent."""
+        """`tell` shows the user a sentence about each alert, including those that could not be sent."""
         self._channels, self._tell, self._pause_s = channels, tell, pause_s
         self._alerts = Alerts()
         self._waiting: queue.Queue[Alert | None] = queue.Queue(_WAITING_MAX)
@@ -84,7 +84,7 @@ class Alerting:
         self._thread.join(_STOP_S)
 
     def on_view(self, view: MonitorView) -> None:
-        """Take in a view. Does not block."""
+        """Queue a view. Does not block."""
         for alert in self._alerts.step(view):
             try:
                 self._waiting.put_nowait(alert)
@@ -144,6 +144,8 @@ def _text(alert: Alert) -> str:
 
 
 def _clean(text: str) -> str:
-    """Return a text of other peers in one line, without control characters: it goes into a mail's header."""
+    """Return a text of other peers in one line, without control characters: it becomes part of a mail's
+    header.
+    """
     kept = "".join(one if unicodedata.category(one)[0] not in "CZ" or one == " " else " " for one in text)
     return kept[:_TEXT_MAX]

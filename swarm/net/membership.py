@@ -65,7 +65,10 @@ class RunMembership:
         return self.admission.problem(self.own, self.capability, self._now_s())
 
     def refusal(self, caller: PeerId, method: str) -> str:
-        """Return why this peer may not call this method; empty if it may."""
+        """Return why this peer may not call this method; empty if it may. Every call of each peer asks."""
+        rights = self.admission.standings.get(caller)
+        if rights is not None and method in rights.may_call and self._now_s() < rights.expires_s:
+            return ""
         refusal = self.admission.refusal(caller, method, self._now_s())
         if not refusal or method == ADMIT.name:
             return ""
@@ -98,6 +101,9 @@ class RunMembership:
 
     def check_role(self, peer_id: PeerId, method: str) -> None:
         """Raise NotInvited when the dialed peer's roles do not include this method."""
+        rights = self.admission.standings.get(peer_id)
+        if rights is not None and method in rights.may_answer and self._now_s() < rights.expires_s:
+            return
         refusal = self.admission.callee_refusal(peer_id, method, self._now_s())
         if refusal:
             raise NotInvited(refusal)

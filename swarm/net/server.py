@@ -83,6 +83,10 @@ class CallLimits:
     ping_interval_s_min: float = _PING_INTERVAL_S_MIN
 
 
+def _admit_all(peer_id: PeerId, method: str) -> str:
+    return ""
+
+
 class Server:
     """The gRPC server of a node. It identifies every caller by its certificate and bounds the calls that a
     caller may have open.
@@ -107,7 +111,8 @@ class Server:
         self.standing = standing or PeerStanding()
         self.room = AnswerRoom(self.standing)
         self.reads = RequestReads(self.standing)
-        self._membership = membership
+        # (peer, method) -> why this peer may not call this method here; empty if it may
+        self.refusal = membership.refusal if membership is not None else _admit_all
         self._calls_max = limits.calls_max
         self._options = (
             *_OPTIONS,
@@ -184,10 +189,6 @@ class Server:
         self._surroundings.on_called(peer_id, host)
         set_caller_host(host)
         return RemoteCaller(peer_id, self.connections.prefix_of(endpoint))
-
-    def refusal(self, peer_id: PeerId, method: str) -> str:
-        """Return why this peer may not call this method here; empty if it may."""
-        return self._membership.refusal(peer_id, method) if self._membership is not None else ""
 
 
 class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]

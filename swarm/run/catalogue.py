@@ -5,10 +5,10 @@ An entry names a run, its founder and the member that lists it. The run's id fol
 shown of the run is its specification, which its owner has signed. Entries are spread over the keys of the
 namespace by their founder.
 
-Identities are free, so their number decides nothing here. Replicas never drop an entry for one that comes
-later, so that a flood hides no run whose members renew its entry. A reader chooses the entries to look at by
-turns over the networks from which their members say that they can be called, and drops those whose member
-does not answer there: an attacker has as many turns as networks.
+Identities are free, so nothing here depends on their number. Replicas never drop an entry in favour of a
+later one, so a flood of entries cannot hide a run whose members renew its entry. A reader takes entries in
+turn from the networks of the addresses that their members claim. It drops entries whose member does not
+answer at its address, so an attacker gets as many turns as it has networks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from swarm.dht.service.dht_service import DhtService
 
 SHOWN_MAX: Final = 100  # runs that a reader looks at
-_DIALED_MAX: Final = 300  # members that it calls for that, at most
+_DIALED_MAX: Final = 300  # members that a reader calls at most to find these runs
 _AT_ONCE: Final = 32
 _READ_S: Final = 10.0
 
@@ -44,7 +44,7 @@ class CatalogueEntry:
     name: str
     run_id: str
     founder: PeerId
-    member: Contact  # which lists it
+    member: Contact  # the member that lists the run
 
 
 def catalogue_key(founder: PeerId) -> Key:
@@ -71,7 +71,7 @@ def is_listed(signed: SignedSpecification) -> bool:
 
 
 def read_entry(key: Key, entry: Entry) -> CatalogueEntry:
-    """Return an entry under a key of the DHT. Raise PeerError when it is not what it should be."""
+    """Return an entry under a key of the DHT. Raise PeerError when it is not valid."""
     value = entry.value
     try:
         if not isinstance(value, dict) or not RUN_NAME.fullmatch(value["name"]):
@@ -84,13 +84,13 @@ def read_entry(key: Key, entry: Entry) -> CatalogueEntry:
     except (UsageError, TypeError, KeyError) as error:
         raise PeerError(f"an entry of the catalogue that cannot be read: {error}") from None
     if entry.subkey != run_id or key != catalogue_key(founder):
-        raise PeerError("an entry of the catalogue that stands where another one belongs")
+        raise PeerError("an entry of the catalogue under the key of another owner")
     return CatalogueEntry(name=value["name"], run_id=run_id, founder=founder, member=member)
 
 
 def by_turns(entries: Iterable[CatalogueEntry], known: Collection[PeerId] = ()) -> list[CatalogueEntry]:
-    """Return the entries in the order in which to look at them: those of members that are `known` to this
-    peer, then the networks of the others by turns, and within one its founders by turns.
+    """Return the entries in the order in which to check them: first those of members that are `known` to this
+    peer, then one entry of each network in turn. Within a network, founders take turns.
     """
     networks: OrderedDict[str, OrderedDict[PeerId, list[CatalogueEntry]]] = OrderedDict()
     for one in sorted(entries, key=lambda one: (one.member.peer_id not in known, one.run_id)):
@@ -114,7 +114,7 @@ async def read_catalogue(
     """Return at most `SHOWN_MAX` runs of the catalogue, each listed by a member that answers. Runs on the
     network thread.
 
-    `answers`: whether a peer answers a call now; `known`: peers that this one has met before.
+    `answers` returns whether a peer answers a call now; `known`: peers that this one has met before.
     """
     keys = [Key(CATALOGUE, str(shard)) for shard in range(CATALOGUE_SHARDS)]
     async with asyncio.TaskGroup() as group:

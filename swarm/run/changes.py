@@ -130,7 +130,8 @@ class Change:
     unban: tuple[str, ...] = ()
     revoke: tuple[str, ...] = ()  # PeerIDs, or texts of invites
     message: str | None = None  # to volunteers; "": none
-    # planned pauses as (start, end), Unix seconds, which replace those of before; those that are over go
+    # planned pauses as (start, end), Unix seconds, which replace the earlier ones; pauses that are over are
+    # dropped
     pauses: tuple[tuple[float, float], ...] | None = None
 
     @property

@@ -20,7 +20,7 @@ from swarm.net.rpc import Caller
 if TYPE_CHECKING:
     from swarm.dht.service.dht_service import DhtService
 
-ASKED_MAX = 6  # members
+ASKED_MAX = 6  # number of members to ask
 _NAMES_READ_S = 6.0
 
 
@@ -31,7 +31,7 @@ class Contributor:
     peer_id: PeerId
     samples: int
     rounds: int
-    name: str = ""  # as it calls itself, without control characters; "": it says none, or is away
+    name: str = ""  # chosen by the peer, without control characters; "": it gives none, or is offline
 
 
 def ranked(totals: Totals, names: Mapping[PeerId, str]) -> list[Contributor]:
@@ -46,8 +46,8 @@ def ranked(totals: Totals, names: Mapping[PeerId, str]) -> list[Contributor]:
 async def fetch_totals(caller: Caller, run_id: str, contacts: Iterable[Contact]) -> Totals:
     """Return the totals of a run from the first few members that answer. Runs on the network thread.
 
-    What most of them agree about counts: the one with the history that most of the others share. Raises
-    PeerError or NetworkError that says why there are no totals.
+    The totals come from the history that most of these members share. Raises PeerError or NetworkError that
+    says why there are no totals.
     """
 
     reason = "no member of the run is known"
@@ -69,7 +69,7 @@ async def fetch_totals(caller: Caller, run_id: str, contacts: Iterable[Contact])
         asked = [group.create_task(ask(one)) for one in list(contacts)[:ASKED_MAX]]
     found = [answer for task in asked if (answer := task.result()) is not None]
     if not found:
-        raise PeerError(f"what was given to run {run_id} could not be read: {reason}")
+        raise PeerError(f"the contributions to run {run_id} could not be read: {reason}")
     chain = _shared([chain for chain, _ in found])
     receipts = [receipt for _, receipt in found if receipt is not None]
     return await asyncio.get_running_loop().run_in_executor(None, read_totals, chain, run_id, receipts)

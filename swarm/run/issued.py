@@ -14,7 +14,7 @@ from swarm.membership.invite import Invite
 
 _log = logging.getLogger(__name__)
 
-KEPT_MAX = 500  # of a run; above this, those that were made first are forgotten
+KEPT_MAX = 500  # invites of a run; if there are more, the oldest are dropped
 _FILE_BYTES_MAX = 1 << 20
 _SUFFIX = ".issued"
 
@@ -37,7 +37,9 @@ class IssuedInvites:
         self._path = folder / f"{run_id}{_SUFFIX}"
 
     def all(self) -> list[IssuedInvite]:
-        """Return the invites in the order in which they were made. What cannot be read is left out."""
+        """Return the invites in the order in which they were made. Entries that cannot be read are left
+        out.
+        """
         try:
             with self._path.open("rb") as stream:
                 lines = stream.read(_FILE_BYTES_MAX).splitlines()
@@ -54,7 +56,7 @@ class IssuedInvites:
         return found
 
     def add(self, invite: Invite, made_s: float) -> None:
-        """Remember an invite that was made. Disk errors are logged and not raised."""
+        """Add a new invite to the file. Disk errors are logged and not raised."""
         last = invite.grants[-1]
         made = IssuedInvite(
             subject=str(invite.subject),

@@ -1,5 +1,5 @@
 """A run whose members keep receipts, some of which collude: they claim more samples than they computed, and
-sign totals that nobody else has. Members restart, leave and come later.
+sign totals that nobody else has. Members restart, leave and join late.
 
 Every peer has its real `Lineage` and `ReceiptBook`; a round is its contributors, and calls are functions that
 may be lost.
@@ -28,8 +28,8 @@ from swarm.testing.chance import Chance
 from swarm.testing.identities import SeededIdentity
 
 RUN: Final = "receipts"
-SAMPLES_MAX: Final = 300  # that an honest member computes for one round; 100 at least
-CLAIM: Final = 1 << 39  # of a colluder
+SAMPLES_MAX: Final = 300  # samples that an honest member computes for one round, at least 100
+CLAIM: Final = 1 << 39  # samples that a colluder claims for each round
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class ReceiptPlayConfig:
     seed: int
     honest: int = 4
     colluders: int = 2
-    later: int = 3  # honest members that come during the run
+    later: int = 3  # honest members that join during the run
     rounds: int = 320
     missed: float = 0.1  # share of the rounds that a member misses
     lost: float = 0.2  # share of calls that are lost
@@ -96,7 +96,7 @@ class ReceiptPlay:
                 elif self._chance.happens(config.leaves) and len(self.honest()) > config.honest:
                     self.members.remove(member)
                     self.left.append(member)
-        for _ in range(20):  # nothing new: everybody comes to have the newest receipt
+        for _ in range(20):  # no new rounds: every member must receive the newest receipt
             for member in self.members:
                 self._exchange(member)
 
@@ -116,7 +116,7 @@ class ReceiptPlay:
         self.members.append(member)
 
     def _restart(self, member: ReceiptMember) -> None:
-        """Start the process of a member again: it has its history, and its disk."""
+        """Restart a member's process, which has only its history and its disk."""
         chain = member.lineage.chain()
         member.lineage = Lineage(RUN, member.peer_id, Founding(None, is_invited=True))
         member.lineage.adopt(chain)
@@ -179,7 +179,9 @@ class ReceiptPlay:
             self.forged += 1
 
     def _forge(self, member: ReceiptMember) -> None:
-        """Let a colluder show everybody totals that only colluders have signed, with more for themselves."""
+        """Let a colluder send every member totals that only colluders have signed, with more samples for
+        themselves.
+        """
         totals = member.book.totals
         if totals is None:
             return

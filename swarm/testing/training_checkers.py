@@ -179,7 +179,8 @@ class TrainingChecks:
         now_behind = before + one.batch + behind - contributed - report.accumulated - report.dropped
         self._behind[one] = now_behind
         may_be_behind = {0}
-        if one.overlaps:  # the same round goes on, or the next one has begun, after that one or instead of it
+        # the same round continues, or the next one has begun, after that one or instead of it
+        if one.overlaps:
             may_be_behind |= {behind, before + one.batch, before + one.batch + behind}
         if now_behind not in may_be_behind:
             self.violations.add(

@@ -38,6 +38,7 @@ MODES: dict[str, ModeSettings] = {
     "gradients-delayed": Gradients(delayed=True),
     "local": Local(),
     "diloco": Diloco(),
+    "diloco-delayed": Diloco(delayed=True),
     "diloco-streaming": Diloco(streaming=2),
 }
 # names of the scenario: in the mode that the seed decides, and in each mode

@@ -156,7 +156,7 @@ class TrainingPeer:
 
     @property
     def overlaps(self) -> bool:
-        """Return whether rounds run while training goes on."""
+        """Return whether rounds run while training continues."""
         mode = self.config.mode
         return bool(getattr(mode, "delayed", False)) or getattr(mode, "streaming", 1) > 1
 

@@ -1,9 +1,9 @@
-"""A link between two network namespaces on which every packet takes some time.
+"""A link between two network namespaces that delays every packet.
 
-Use: `delayed_link.py DELAY_S ONE TWO`. It makes the TUN devices ONE and TWO in its own namespace, says that
-it is ready, and carries packets between them until it is killed; devices can be renamed and moved to other
-namespaces meanwhile. For kernels without netem. Order is kept, nothing is lost but what the devices' queues
-cannot hold.
+Use: `delayed_link.py DELAY_S ONE TWO`. It creates the TUN devices ONE and TWO in its own namespace, prints
+that it is ready, and carries packets between them until it is killed. Meanwhile, devices can be renamed and
+moved to other namespaces. It is for kernels without netem. Packets keep their order, and are lost only when a
+device's queue is full.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def carry(one: int, two: int, delay_s: float) -> None:
     """Carry packets both ways forever."""
     selector = selectors.DefaultSelector()
     other = {one: two, two: one}
-    under_way: dict[int, deque[tuple[float, bytes]]] = {one: deque(), two: deque()}  # by where they arrive
+    # packets in transit, by the device at which they arrive
+    under_way: dict[int, deque[tuple[float, bytes]]] = {one: deque(), two: deque()}
     for descriptor in other:
         selector.register(descriptor, selectors.EVENT_READ)
     while True:

@@ -1,4 +1,6 @@
-"""The owner's screen: it fits, shows what strangers say without their control characters, and asks twice."""
+"""The owner's screen: it fits the terminal, removes control characters from strangers' texts, and asks for
+confirmation.
+"""
 
 from __future__ import annotations
 

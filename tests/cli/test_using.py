@@ -1,4 +1,4 @@
-"""Sentences that people read who tried the commands for the first time, as they are now."""
+"""Messages that users see when they try the commands for the first time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Stages that exchange codes of their activations: what is sent, and that a model learns through them."""
+"""Stages that exchange codes of their activations: the bytes sent, and the training of a model through
+them.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ def test_the_others_gradients_are_what_the_average_has_beside_ones_own() -> None
     generator = torch.Generator().manual_seed(0)
     shapes = [(3, 4), (5,), (2,)]
     own_mean, other_mean = ([torch.randn(shape, generator=generator) for shape in shapes] for _ in range(2))
-    own_samples, counted, other_samples = 40.0, 32.0, 8.0  # a replica counts with a part of its samples
+    own_samples, counted, other_samples = 40.0, 32.0, 8.0  # only part of a replica's samples count
     samples = counted + other_samples
     averaged = [
         (one * counted + two * other_samples) / samples for one, two in zip(own_mean, other_mean, strict=True)
@@ -54,7 +54,7 @@ def test_a_step_without_own_samples_is_compared_with_earlier_ones() -> None:
 @pytest.mark.parametrize("own_samples", [1, 8, 64])
 @pytest.mark.parametrize("other_samples", [1, 8, 64])
 def test_honest_replicas_are_never_refused(own_samples: int, other_samples: int) -> None:
-    """Even where the gradients are noise alone."""
+    """Even when the gradients are nothing but noise."""
     generator = torch.Generator().manual_seed(own_samples)
     for _ in range(200):
         own = OwnGradients()

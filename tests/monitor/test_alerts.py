@@ -1,4 +1,4 @@
-"""Alerts of a monitor: when there is one, how often, and that it arrives."""
+"""Alerts of a monitor: what causes them, how often they are sent, and how they are delivered."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_there_are_at_most_so_many_alerts_in_a_day() -> None:
 
 
 class Hook(http.server.BaseHTTPRequestHandler):
-    """Refuses the first request, and keeps what it was sent."""
+    """A web server that refuses the first request and stores what it receives."""
 
     received: ClassVar[list[dict[str, Any]]] = []
     refuse = 1

@@ -1,4 +1,4 @@
-"""The catalogue of open runs: what is listed, and that a crowd of identities hides nobody."""
+"""The catalogue of open runs: which runs are listed, and that many identities hide none of them."""
 
 from __future__ import annotations
 
@@ -118,8 +118,8 @@ def test_networks_take_turns_and_then_founders() -> None:
 
 
 def test_a_crowd_of_dead_and_copied_entries_hides_no_run_that_answers() -> None:
-    """Members of the crowd say that they are in as many networks as they like, and answer in none of them;
-    and they list the honest run, too.
+    """Members of the crowd claim addresses in many networks, and answer at none of them. They list the honest
+    run, too.
     """
     dht, owner = FakeDht(), Identity.generate()
     signed = a_run(owner)
@@ -167,7 +167,7 @@ def test_a_reader_calls_a_bounded_number_of_members(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_flood_of_lighter_entries_pushes_no_listed_run_out_of_a_replica() -> None:
-    """Under other keys a lighter record of a stranger takes the place of a heavier one."""
+    """Under other keys, a stranger's lighter record replaces a heavier one."""
     namespaces, now_us = Namespaces(), 1_000_000_000_000
     storage = Storage(Quotas(), namespaces.entries_per_writer_max, key_quota=namespaces.entries_max)
     owner = Identity.generate()

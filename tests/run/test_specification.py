@@ -18,10 +18,10 @@ from swarm.core.errors import PeerError, UsageError
 from swarm.core.identity import Identity
 from swarm.run.changes import restart_needed
 from swarm.run.choices import RANK_MAX
-from swarm.run.estimate import round_bytes
+from swarm.run.estimate import RunEstimate, bytes_per_hour, round_bytes
 from swarm.run.signed import SPECIFICATION_BYTES_MAX, newest, run_id_of, sign, verified
 from swarm.run.specification import RunSpecification
-from swarm.run.task import TaskDescription
+from swarm.run.task import TaskDescription, make_task
 
 ROOT = Path(__file__).parents[2]
 MINIMAL = 'name = "tiny"\ntarget_batch_size = 64\nbatch_size = 8\n[task]\nname = "bytelm"\n'
@@ -49,11 +49,16 @@ def test_shipped_files_are_valid(path: Path) -> None:
 def test_the_demo_trains_what_the_example_trains() -> None:
     example = RunSpecification.from_file(ROOT / "examples" / "bytelm.toml")
     demo = RunSpecification.from_file(ROOT / "swarm" / "cli" / "demo.toml")
-    assert (demo.task, demo.target_batch_size, demo.batch_size) == (
-        example.task,
-        example.target_batch_size,
-        example.batch_size,
-    )
+    assert (demo.task, demo.batch_size) == (example.task, example.batch_size)
+
+
+def test_the_example_is_a_run_that_a_home_line_carries() -> None:
+    """At the pace of four volunteers of 550 samples/s, as the tutorial shows one."""
+    example = RunSpecification.from_file(ROOT / "examples" / "bytelm.toml")
+    description = make_task(example.task.name, example.task.settings).describe(example.batch_size)
+    an_hour = bytes_per_hour(example, description, RunEstimate(peers=3, samples_per_s=3 * 550.0, epoch=0))
+    assert an_hour is not None
+    assert an_hour < 2.25e9, "5 Mbit/s each way"
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,9 @@ from swarm.testing.training_swarm import TrainingConfig, TrainingPeer, TrainingS
 from swarm.testing.virtual_loop import run_virtual
 
 STEP_S, SAMPLES = 0.5, 4
-EPOCH_S = 1.0  # of all peers
+EPOCH_S = 1.0  # length of an epoch with all peers
 HEAL_S = 60.0
-ROUND_FAILS_S = 8.0  # of a round whose members were cut off, and the search for the next one
+ROUND_FAILS_S = 8.0  # time until a round whose members were cut off has failed and the next one is found
 DIRECTIONS = ("both", "from the first side", "to the first side")
 
 
@@ -47,11 +47,11 @@ class Scene(NamedTuple):
 class Outcome:
     """The effects of one cut."""
 
-    healed_s: float = 0.0  # from its end until all have one history
+    healed_s: float = 0.0  # from the end of the cut until all peers have one history
     breaks: int = 0
-    pause_s: float = 0.0  # the longest one of the side with a quorum
-    rounds_lost: int = 0  # that failed during the cut, of a peer of that side, the most of any
-    given_up: int = 0  # epochs, of all peers
+    pause_s: float = 0.0  # the longest pause of the side with a quorum
+    rounds_lost: int = 0  # failed rounds during the cut: the maximum over the peers of that side
+    given_up: int = 0  # epochs given up, of all peers
 
 
 ALL = [
@@ -65,6 +65,7 @@ SHORT = [  # every mode, every direction and every length
     Scene("gradients-delayed", (2, 2), "from the first side", 15.0),
     Scene("local", (2, 1), "from the first side", 60.0),
     Scene("diloco", (1, 1), "to the first side", 3.0),
+    Scene("diloco-delayed", (1, 2), "to the first side", 15.0),
     Scene("diloco-streaming", (2, 2), "both", 60.0),
 ]
 
@@ -98,7 +99,9 @@ def check(scene: Scene) -> None:
 
 
 async def cut(scene: Scene) -> Outcome:
-    """Cut a training in two, and watch it until it is one again. Assert that no promise is broken."""
+    """Cut a training in two, and watch it until it has one history again. Assert that no promise is
+    broken.
+    """
     network, outcome = SimulatedNetwork(1, LinkConfig(delay_s=0.03, jitter=0.5)), Outcome()
     checks, loop = TrainingChecks(Violations(), step_s_max=600.0), asyncio.get_running_loop()
     lost: dict[TrainingPeer, int] = {}

@@ -25,19 +25,19 @@ WIDTH, STAGES, BATCH, MICRO_BATCH = 6, 4, 32, 4
 COMPUTE_S = 0.3
 GRID = ExpertGrid.parse(f"block.[0:{STAGES}]")
 SAMPLE = torch.zeros(1, WIDTH)
-MOVED_S = 120.0  # declarations expire after 45 s, are read within 15 s, and a plan stands for 20 s
+MOVED_S = 120.0  # declarations expire after 45 s, are read within 15 s, and a plan is valid for 20 s
 WINDOW_S = 60.0
 
 
 def module(name: str) -> nn.Module:
-    """Return a new stage, as the seed of a grid makes it."""
+    """Return a new stage, initialized from the seed of the grid."""
     with torch.random.fork_rng():
         torch.manual_seed(int(name.partition(".")[2]))
         return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
 
 
 class Scene:
-    """Servers that place themselves, and trainers that train without end."""
+    """Servers that choose their own places, and trainers that do not stop."""
 
     def __init__(self, seed: int) -> None:
         self.swarm = ExpertSwarm(seed)
@@ -75,7 +75,7 @@ class Scene:
         return server
 
     def join(self) -> str:
-        """Start a server where the grid needs one most, and return the name of the stage."""
+        """Start a server at the stage that needs one most, and return the name of that stage."""
 
         async def choose() -> str:
             directory = Directory(self.swarm.node.dht.service)
@@ -90,7 +90,7 @@ class Scene:
         return [one for one in self.swarm.servers if one.peer.up and str(*one.modules) == name]
 
     def throughput(self) -> float:
-        """Let a minute pass, and return the batches of both trainers in it."""
+        """Wait a minute, and return the number of batches that both trainers completed in it."""
         before = len(self.batches)
         self.swarm.sleep(WINDOW_S)
         assert not self.errors, self.errors

@@ -31,7 +31,7 @@ def test_members_agree_on_what_everybody_gave_although_some_restart_leave_and_li
         assert member.book.newest is not None
         assert member.book.newest.totals == first.newest.totals
     assert first.totals.certificates - first.newest.totals.certificates < 2 * EVERY
-    # nobody lost anything, those included that left or restarted
+    # no peer lost samples, including those that left or restarted
     for member in [*honest, *[one for one in play.left if not one.colludes]]:
         assert first.totals.by_peer[member.peer_id].samples == member.given
     assert play.forged

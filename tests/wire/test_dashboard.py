@@ -59,7 +59,7 @@ def test_an_owner_sees_members_and_invites_and_changes_the_run_by_keys(
             assert desk.look().view.run.message == "Thank you all!"
             assert one.volunteer.describe_run(created=False).message == "Thank you all!"
             assert "control characters" in desk.change(Change(message="a\x1b[31m"))
-            assert "like that already" in desk.change(Change(message="Thank you all!"))
+            assert "has these settings already" in desk.change(Change(message="Thank you all!"))
 
             now_s = time.time()
             desk.change(Change(pauses=((now_s - 5.0, now_s + 3600.0),)))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import swarm
-from moe.protocol.open_calls import OPEN_MAX, OpenCalls
+from moe.protocol.call_slots import OPEN_MAX, CallSlots
 from swarm.core.errors import DeadlineExceeded
 from swarm.testing.identities import SeededIdentity
 from tests.wire.expert_pair import pair
@@ -57,7 +57,7 @@ def test_hundreds_of_experts_of_one_server_answer_in_one_pass() -> None:
 
 def test_a_call_waits_for_a_slot_until_its_deadline() -> None:
     async def scenario() -> None:
-        calls, peer, other = OpenCalls(), SeededIdentity("a").peer_id, SeededIdentity("b").peer_id
+        calls, peer, other = CallSlots(), SeededIdentity("a").peer_id, SeededIdentity("b").peer_id
         loop, under_way, most = asyncio.get_running_loop(), 0, 0
 
         async def call(seconds: float) -> None:

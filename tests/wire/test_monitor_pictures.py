@@ -1,6 +1,6 @@
 """Pictures of the page in every state of a run, at three widths, light and dark, from a real browser.
 
-They are written to build/pictures. The test looks at what a picture would show: nothing is cut, and charts
+They are written to build/pictures. The test checks what a picture would show: nothing is cut off, and charts
 are drawn.
 """
 

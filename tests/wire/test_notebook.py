@@ -1,4 +1,4 @@
-"""The notebook for Colab and Kaggle: its cells join a run by an invite, and say what happens."""
+"""The notebook for Colab and Kaggle: its cells join a run with an invite, and print what happens."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_cells_are_python_and_an_invite_that_is_missing_is_said() -> None:
         compile(source, str(NOTEBOOK), "exec")
     known: dict[str, Any] = {}
     exec(settings, known)
-    exec(install, known)  # what it would install is here already
+    exec(install, known)  # the packages that it would install are present
     with pytest.raises(SystemExit, match="paste the invite"):
         exec(volunteer, known)
 

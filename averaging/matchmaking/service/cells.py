@@ -199,8 +199,14 @@ class Cells:
             tasks.create_task(self._ask_hosts(report))
 
     def round_has_passed(self) -> bool:
-        """Return whether most hosts that replied have committed the round of this search already."""
-        return bool(self._round_key) and 2 * sum(self._round_passed.values()) > len(self._round_passed)
+        """Return whether most hosts that replied have finished the round of this search already. This peer
+        then says so, too: it does not search for that round any more.
+        """
+        has_passed = 2 * sum(self._round_passed.values()) > len(self._round_passed)
+        if not self._round_key or not has_passed:
+            return False
+        self._passed.add(self._round_key)
+        return True
 
     def end_search(self) -> None:
         """Record the end of the search."""

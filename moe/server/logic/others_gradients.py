@@ -1,8 +1,8 @@
-"""A check that the gradients which one other replica brings to a joint step can be of real passes.
+"""A check whether the gradients that the only other replica brings to a joint step can come from real passes.
 
-Two replicas cannot tell which of them lies, and a median needs three. But gradients of the same expert on
-passes of the same callers have similar norms: the mean gradient of one replica is longer than that of the
-other by the noise of fewer samples, at most by the root of their ratio. A much longer one was invented.
+With two replicas, neither can prove which one lies, and a median needs three. But gradients of the same
+expert on passes of the same callers have similar norms. Noise makes the mean gradient over fewer samples
+longer, by at most the square root of the ratio of samples. A much longer one is invented.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-# The same as for a contribution among three or more, which is shortened to this many medians.
+# The same as with three or more contributors, where a contribution is shortened to this many medians.
 LONGER_MAX = 16.0
-_STEPS_REMEMBERED = 16  # of which this replica's own gradients are compared
+_STEPS_REMEMBERED = 16  # number of steps whose own gradients are kept for the comparison
 
 
 class OwnGradients:
     """Norms of this replica's mean gradients in its last steps."""
 
     def __init__(self) -> None:
-        self._norms: deque[tuple[float, float]] = deque(maxlen=_STEPS_REMEMBERED)  # norm, samples
+        # (norm, samples) of each step
+        self._norms: deque[tuple[float, float]] = deque(maxlen=_STEPS_REMEMBERED)
 
     def note(self, norm: float, samples: float) -> None:
         """Record the norm of a mean gradient over this many samples."""
@@ -31,8 +32,8 @@ class OwnGradients:
 
     def may_be_real(self, norm: float, samples: float) -> bool:
         """Return whether a mean gradient over this many samples, of another replica, is at most LONGER_MAX
-        times as long as this replica's longest one would be with as few samples. Without a gradient of its
-        own a replica has nothing to compare with.
+        times as long as this replica's longest one would be over as few samples. Return True while this
+        replica has no gradient of its own to compare with.
         """
         if samples <= 0 or not self._norms:
             return math.isfinite(norm)

@@ -16,7 +16,7 @@ from swarm.monitor.logic.view import MonitorView, PeerView
 from swarm.run.issued import IssuedInvite
 
 Tab: TypeAlias = Literal["members", "invites"]
-# what a key asks for; "line": a line of text for the owner's message
+# the action of a key; "line": ask for a line of text, the owner's message
 Action: TypeAlias = Literal["pause", "end", "revoke", "line"]
 _PAGE = 8
 _KEYS = "q quit  ↑↓ choose  tab members/invites  p pause  r revoke  m message  e end"
@@ -24,11 +24,11 @@ _KEYS = "q quit  ↑↓ choose  tab members/invites  p pause  r revoke  m messag
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dashboard:
-    """A run as its owner sees it at one moment."""
+    """The state of a run at one moment, for its owner."""
 
     view: MonitorView
-    roles: Mapping[str, str]  # by PeerID, in words
-    given: Mapping[str, int]  # samples by PeerID, as members have signed them
+    roles: Mapping[str, str]  # in words, by PeerID
+    given: Mapping[str, int]  # samples by PeerID, from totals that members have signed
     invites: Sequence[IssuedInvite]
     used: Mapping[str, int]  # by an invite's subject: peers that joined with it, as far as this process knows
     revoked: frozenset[str]  # PeerIDs and subjects of invites
@@ -44,11 +44,12 @@ class DashboardState:
     chosen: int = 0
     quit: bool = False
     notice: str = ""
-    action: Action | None = None  # asked for by the last key
-    _to_confirm: tuple[str, str] | None = field(default=None)  # key, and the subject of the row
+    action: Action | None = None  # the action of the last key
+    # the key to press again, and the subject of its row
+    _to_confirm: tuple[str, str] | None = field(default=None)
 
     def key(self, name: str, dashboard: Dashboard) -> None:
-        """React to a key. Keys that take something away from somebody are pressed twice."""
+        """React to a key. Keys for actions that are hard to undo must be pressed twice."""
         subjects = self.subjects(dashboard)
         count, confirm, self.action = len(subjects), self._to_confirm, None
         self._to_confirm = None
@@ -91,7 +92,7 @@ class DashboardState:
         return subjects[self.chosen] if self.chosen < len(subjects) else ""
 
     def name_of(self, dashboard: Dashboard, subject: str) -> str:
-        """Return how a row is called in a sentence."""
+        """Return the name of a row for use in a sentence."""
         if self.tab == "invites":
             return f"the invite {subject[-8:]} and all that joined by it"
         peer = next((one for one in dashboard.view.peers if one.peer_id == subject), None)

@@ -385,7 +385,7 @@ def _below(view: MonitorView, section: Section, rows: int) -> list[Text]:
         lines += [_event_line(one) for one in view.events[-(rows - 1) :]]
     elif section == "leaders":
         lines += [_leader_line(one, place) for place, one in enumerate(view.leaders[: rows - 1], 1)] or [
-            Text("  nobody has given anything yet that others have witnessed", style="dim")
+            Text("  nobody has given anything yet that other peers have witnessed", style="dim")
         ]
     elif section == "relays":
         lines += [_relay_line(relay) for relay in view.relays[: rows - 1]] or [

@@ -1,8 +1,8 @@
-"""Alerts: what in a run needs its owner, told once. Pure: times are seconds of swarm time.
+"""Alerts: problems in a run that need its owner, each reported once. Pure: times are seconds of swarm time.
 
 Loss: the median loss of the last minute is far above the lowest one of the last hours, or most peers report
-one that is not finite. Stall: no epoch has ended for long. Members: half of them have gone. Lineage: peers
-continued without a majority, or are in several histories.
+one that is not finite. Stall: no epoch has ended for a long time. Members: half of them have left. Lineage:
+peers continued without a majority, or are in several histories.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from swarm.monitor.logic.view import MonitorView
 
 AlertKind: TypeAlias = Literal["loss", "stall", "members", "lineage"]
 
-REPEAT_S: Final = 3600.0  # between two alerts of one kind
+REPEAT_S: Final = 3600.0  # minimum time between two alerts of one kind
 DAY_MAX: Final = 48  # alerts in 24 hours, of all kinds
 _DAY_S: Final = 86400.0
-_MINUTE_S: Final = 60.0  # over which losses are summed up
+_MINUTE_S: Final = 60.0  # losses are summarized over this time
 _LOSS_MINUTES: Final = 360
-_LOSS_MINUTES_MIN: Final = 3  # before a loss is compared
-# above the lowest loss of the last hours. Too small: noise; too large: a slow divergence is seen late
+_LOSS_MINUTES_MIN: Final = 3  # minutes with losses that are needed before a comparison
+# rise above the lowest loss of the last hours that causes an alert. Too small: noise causes alerts; too
+# large: a slow divergence is seen late
 _LOSS_RISE: Final = 0.3
-_LOSS_RISE_MIN: Final = 0.1  # for losses near zero
-_STALL_EPOCHS: Final = 5.0  # of the usual length, without the end of one
+_LOSS_RISE_MIN: Final = 0.1  # minimum rise, for losses near zero
+_STALL_EPOCHS: Final = 5.0  # an epoch that takes this many times the usual length is a stall
 _STALL_S_MIN: Final = 600.0
 _EPOCHS_KEPT: Final = 20
-_MEMBERS_S: Final = 900.0  # within which half of the members have gone
+_MEMBERS_S: Final = 900.0  # time within which half of the members must have left
 _MEMBERS_MIN: Final = 2
 _EVENTS: Final = ("break", "reunion")
 
@@ -50,21 +51,21 @@ class Alerts:
     """Watches the views of one run."""
 
     def __init__(self) -> None:
-        self._losses: deque[float] = deque(maxlen=_LOSS_MINUTES)  # medians of minutes
+        self._losses: deque[float] = deque(maxlen=_LOSS_MINUTES)  # the median of each minute
         self._minute: list[float] = []
         self._minute_s: float | None = None
         self._epoch: int | None = None
-        self._epoch_s = 0.0  # when it began
+        self._epoch_s = 0.0  # when the present epoch began
         self._lengths: deque[float] = deque(maxlen=_EPOCHS_KEPT)
         self._members: deque[tuple[float, int]] = deque()  # (time, number), one for each minute
-        self._event: int | None = None  # the number of the last event that was seen
+        self._event: int | None = None  # number of the newest event that was processed
         self._was_divided = False
         self._sent_s: dict[AlertKind, float] = {}
         self._withheld: dict[AlertKind, int] = {}
         self._day: deque[float] = deque()
 
     def step(self, view: MonitorView) -> list[Alert]:
-        """Take in a view, and return the alerts to send now."""
+        """Process a view, and return the alerts to send now."""
         if view.link.status == "lost":
             text = f"no peer answers the monitor. {view.link.text}".strip()
             return [one for one in [self._limited(self._alert(view, "members", text))] if one is not None]
@@ -114,7 +115,7 @@ class Alerts:
 
     def _stall(self, view: MonitorView) -> Iterator[Alert]:
         if view.run.paused or view.run.ended:
-            self._epoch = None  # counts from zero when the run continues
+            self._epoch = None  # the epoch's time starts again when the run continues
             return
         if self._epoch != view.epoch:
             if self._epoch is not None and view.epoch > self._epoch:

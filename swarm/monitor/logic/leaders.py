@@ -13,11 +13,11 @@ LEADERS_MAX = 100
 
 
 class Leaders:
-    """The totals of a run, and the names of those that come first."""
+    """The totals of a run, and the names of the peers with the most samples."""
 
     def __init__(self) -> None:
         self._first: list[PeerId] = []
-        self._names: dict[PeerId, str] = {}  # of these: a stranger's name is not kept
+        self._names: dict[PeerId, str] = {}  # names of these peers only: other peers' names are not kept
         self._totals = Totals()
 
     @property
@@ -32,7 +32,7 @@ class Leaders:
 
     @property
     def views(self) -> tuple[LeaderView, ...]:
-        """Return the first peers, the one with the most samples before the others."""
+        """Return the peers with the most samples, in descending order."""
         given = self._totals.by_peer
         return tuple(
             LeaderView(
@@ -46,14 +46,14 @@ class Leaders:
         )
 
     def take(self, totals: Totals) -> None:
-        """Take the totals of the run."""
+        """Store the totals of the run."""
         given = totals.by_peer
         order = sorted(given, key=lambda peer: (-given[peer].samples, -given[peer].rounds, peer))
         self._totals, self._first = totals, order[:LEADERS_MAX]
         self._names = {peer: self._names[peer] for peer in self._first if peer in self._names}
 
     def name(self, peers: Mapping[PeerId, TrackedPeer]) -> None:
-        """Take the names of peers that are there."""
+        """Store the names of the leaders among these peers."""
         for peer in self._first:
             metrics = peers[peer].records.metrics if peer in peers else None
             if metrics is not None and metrics.name:

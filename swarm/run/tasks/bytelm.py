@@ -35,7 +35,7 @@ class Settings(BaseModel):
     layers: Annotated[int, Field(ge=1, le=256)] = 2
     heads: Annotated[int, Field(ge=1, le=256)] = 4
     context: Annotated[int, Field(ge=2, le=1 << 16)] = 128  # predicted bytes per sample
-    # each feed-forward layer is a mixture of so many; 0: one layer for all bytes
+    # experts of each feed-forward layer, which is then a mixture; 0: one layer for all bytes
     experts: Annotated[int, Field(ge=0, le=1024)] = 0
     experts_per_byte: Annotated[int, Field(ge=1, le=16)] = 2
     # upper bound of the bytes that are read

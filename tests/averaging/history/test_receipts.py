@@ -1,4 +1,4 @@
-"""Receipts: what counts, who signs, and what another peer may send."""
+"""Receipts: which samples are credited, who signs, and which receipts of other peers are accepted."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_receipt_needs_the_signatures_of_a_quorum_of_electors() -> None:
     with pytest.raises(PeerError, match="1 of 3 electors"):
         signed(totals, PEERS[1:2]).check(PEERS[:3])
     with pytest.raises(PeerError, match="1 of 3 electors"):
-        signed(totals, PEERS[2:8]).check(PEERS[:3])  # a crowd that decides nothing
+        signed(totals, PEERS[2:8]).check(PEERS[:3])  # peers that are no electors
     with pytest.raises(PeerError, match="0 of 0 electors"):
         signed(totals, PEERS[:2]).check(())
     forged = replace(signed(totals, PEERS[:2]), totals=replace(totals, by_peer={PEERS[0]: Credit(6, 1)}))

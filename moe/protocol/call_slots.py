@@ -16,7 +16,7 @@ from swarm.core.ids import PeerId
 OPEN_MAX = 64
 
 
-class OpenCalls:
+class CallSlots:
     """Lets at most OPEN_MAX calls to a server begin, further ones when one of these has ended. Lives on the
     network loop.
     """
