@@ -391,9 +391,9 @@ class RunHistory:
         """Fetch the histories of peers that report unknown heads, and look for electors that are missing."""
         async with self._comparing:
             with self._lock:
-                voices = self._heads.reported(self._node.clock.monotonic_s())
-                needed = self._offers.to_ask(self._lineage, voices)
-                holders, self._strange = self._heads.to_ask(needed, self._is_open, self._counts)
+                now_s, head = self._node.clock.monotonic_s(), self._lineage.head
+                needed = self._offers.to_ask(self._lineage, self._heads.reported(now_s))
+                holders, self._strange = self._heads.to_ask(needed, self._is_open, self._counts, head, now_s)
                 holders += [[one] for one in self._asked.values() if one.is_callable]
                 self._asked.clear()
             await ask_holders(holders, _FETCHES_MAX, self._fetch)
