@@ -21,7 +21,7 @@ WARM_UP = 3
 OVERHEAD_S_MAX = 0.1  # limit for a step with a batch of 512, without the experts' own arithmetic
 
 STAGES = 4
-STAGE_S = 0.02  # forward time of a micro-batch in a stage; the backward pass takes as long
+STAGE_S = 0.05  # forward time of a micro-batch in a stage; the backward pass takes as long
 MICRO_BATCHES = 8
 MICRO_BATCH_SIZE = 16
 PIPELINE_BATCHES = 12

@@ -10,6 +10,9 @@ from swarm.core.ids import Contact, PeerId
 _DISMISSED_MAX = 1024  # beyond this the head that was dismissed first is compared again
 _PEERS_MAX = 256  # beyond this the stranger that was silent for the longest time is forgotten, then a member
 _ASKED_MAX = 3  # peers that are asked for the history of one head, one after the other
+# No question is repeated sooner, as long as this peer's own head is the same. A peer that waits compares
+# histories whenever it reads reports; larger: it learns later that another one has moved on
+ASK_AGAIN_S = 1.0
 # A peer that answers no call for this long has no voice any more; its records have expired by then. Too
 # large: failed peers keep a newcomer from following live ones; too small: an attacker that silences peers
 # decides for it
@@ -25,6 +28,9 @@ class KnownHeads:
         self._dismissed: OrderedDict[bytes, None] = OrderedDict()
         self._refused: set[PeerId] = set()  # peers whose hosts refused the last connection
         self._silent_s: dict[PeerId, float] = {}  # silent peers -> start of the silence
+        # when each head was asked for, of anybody or (one that is needed) of this peer; and with which head
+        self._asked_s: dict[tuple[bytes, PeerId | None], float] = {}
+        self._asked_with = b""
 
     def heard(
         self,
@@ -103,25 +109,35 @@ class KnownHeads:
         self,
         needed: Collection[PeerId],
         is_open: Callable[[bytes], bool],
-        counts: Callable[[PeerId], bool] = lambda peer: True,
+        counts: Callable[[PeerId], bool],
+        own_head: bytes,
+        now_s: float,
     ) -> tuple[list[list[Contact]], list[list[Contact]]]:
         """Return the peers to be asked for their histories: each one that is `needed`, alone, and for each
-        head that is open the last few that reported it, the latest first: a dead one does not answer. Then
-        the same of heads that only peers report that do not count (`counts`): there may be any number of
-        them, and none of these heads need exist.
+        head that is open the last few that reported it, the latest first: a dead one does not answer. They
+        are asked now: they are not returned again for the same heads within `ASK_AGAIN_S`, unless `own_head`
+        has changed. Then the same of heads that only peers report that do not count (`counts`): there may be
+        any number of them, and none of these heads need exist. `now_s`: a monotonic clock's time.
         """
-        alone: list[list[Contact]] = []
+        if own_head != self._asked_with:
+            self._asked_with, self._asked_s = own_head, {}
+        asked = {one: asked_s for one, asked_s in self._asked_s.items() if now_s - asked_s < ASK_AGAIN_S}
+        alone: dict[tuple[bytes, PeerId | None], list[Contact]] = {}
         holders: tuple[dict[bytes, list[Contact]], ...] = {}, {}
         for peer, (head, contact) in reversed(self._heads.items()):
             if not contact.is_callable:
                 continue
             if peer in needed:
-                alone.append([contact])
+                if (head, peer) not in asked:
+                    alone[head, peer] = [contact]
             elif is_open(head):
                 found = holders[not counts(peer)].setdefault(head, [])
                 found.extend([contact][: _ASKED_MAX - len(found)])
         known, strange = holders
-        return [*alone, *known.values()], [found for head, found in strange.items() if head not in known]
+        strange = {head: found for head, found in strange.items() if head not in known}
+        known = {head: found for head, found in known.items() if (head, None) not in asked}
+        self._asked_s = asked | dict.fromkeys([*alone, *((head, None) for head in known)], now_s)
+        return [*alone.values(), *known.values()], [*strange.values()]
 
     def reported(self, now_s: float) -> dict[PeerId, bytes]:
         """Return the head that each peer reports, without those whose hosts refuse connections and those that

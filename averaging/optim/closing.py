@@ -32,6 +32,10 @@ _PROBE_TIMEOUT_S = 10.0
 _REFRESH_TIMEOUT_S = 2.0
 _QUORUM_POLL_S = 0.5  # interval of checks for a quorum
 _QUORUM_PAUSE_S = 0.1  # shortest interval of checks for a quorum
+# Before the first certificate of a run, a peer that is ready waits this long for those without a step. Too
+# small: a peer whose first step is slow downloads what it could have averaged; too large: a peer that never
+# trains keeps the run from beginning
+_FIRST_STEP_S = 15.0
 # in modes where peers differ anyway: a peer at most this far behind keeps its own state
 _TOLERATED_LAG_EPOCHS_MAX = 3
 # for example: it must not vote after restoring its state, its values were not finite, or (with local steps)
@@ -74,6 +78,8 @@ class EpochCloser:
         self._clock, self._load_timeout_s = catch_up.clock, load_timeout_s
         # when it began to wait instead of making the first certificate
         self._waits_to_begin_s: float | None = None
+        # when the first epoch of the run was full here
+        self._ready_to_begin_s: float | None = None
         self._mode, self._state, self._tracker, self._donor = mode, mode.state, tracker, donor
         self._averager, self._catch_up, self._history = averager, catch_up, tracker.history
         self._traits = mode.traits
@@ -140,7 +146,7 @@ class EpochCloser:
             and not 0.0 < other.rate < SLOW * mine.samples_per_s
             for peer, other in self._tracker.others().items()
         )
-        if self.round_is_break or history.is_break:
+        if self.round_is_break or history.is_break or self._has_waited_for_first_steps():
             self._newcomers.empty()  # this peer has waited long enough for others
         return self._newcomers.waits(self._clock.monotonic_s(), newcomers=newcomers)
 
@@ -187,6 +193,8 @@ class EpochCloser:
             return None
         history.leave(None)  # an interrupted trainer did not process the result of its round
         if not history.has_begun:
+            if self._ready_to_begin_s is None:
+                self._ready_to_begin_s = self._clock.monotonic_s()
             waiting = self._wait_to_begin(failed)
             if waiting is not None:
                 return waiting
@@ -332,13 +340,20 @@ class EpochCloser:
             return any(other.epoch >= self._state.epoch for other in others.values())
         # after the grace, others do not wait for a peer that loads a state; it joins only rounds with a
         # quorum
+        waits_for_joining = not (history.is_break or self._has_waited_for_first_steps())
         partners = [
             other
             for other in self._tracker.others_at_head().values()
-            if not (history.is_break and other.joining)
+            if waits_for_joining or not other.joining
         ]
         # heads that were not compared yet may turn out to be the same history, one round further
         return bool(partners) or any(history.is_new(peer, other.head) for peer, other in others.items())
+
+    def _has_waited_for_first_steps(self) -> bool:
+        """Return whether this peer has waited long enough to begin the run without those that do not step."""
+        if self._ready_to_begin_s is None or self._history is None or self._history.has_begun:
+            return False
+        return self._clock.monotonic_s() - self._ready_to_begin_s >= _FIRST_STEP_S
 
     def _probe(self) -> None:
         """Contact the other peers directly, so that dead ones are known at once."""

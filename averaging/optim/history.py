@@ -67,8 +67,7 @@ class RunHistory:
         # `_has_left`: this peer said goodbye and does not vote any more
         self._probed_s, self._has_left = -1e9, False
         self._sleep = SleepWatch(node.clock.swarm_s)
-        # electors that the run's owner removed, which are not waited for; replaced as a whole
-        self.removed = frozenset[PeerId]()
+        self.removed = frozenset[PeerId]()  # by the run's owner: not waited for; replaced as a whole
         self.has_parted = False  # the last loaded state belongs to a history without this peer's own work
         self._strange: list[list[Contact]] = []  # for each head that strangers report, the peers to ask
 
@@ -188,8 +187,7 @@ class RunHistory:
 
     def restore(self, past: Chain) -> None:
         """Continue from a checkpoint's chain, which tells where it parted from other histories."""
-        # checks signatures, so not under the lock, for which the loop waits
-        valid = past.valid_part(self._run)
+        valid = past.valid_part(self._run)  # checks signatures: not under the lock, for which the loop waits
         with self._lock:
             self._lineage.adopt(valid)
             self._ahead = None
@@ -393,9 +391,9 @@ class RunHistory:
         """Fetch the histories of peers that report unknown heads, and look for electors that are missing."""
         async with self._comparing:
             with self._lock:
-                voices = self._heads.reported(self._node.clock.monotonic_s())
-                needed = self._offers.to_ask(self._lineage, voices)
-                holders, self._strange = self._heads.to_ask(needed, self._is_open, self._counts)
+                now_s, head = self._node.clock.monotonic_s(), self._lineage.head
+                needed = self._offers.to_ask(self._lineage, self._heads.reported(now_s))
+                holders, self._strange = self._heads.to_ask(needed, self._is_open, self._counts, head, now_s)
                 holders += [[one] for one in self._asked.values() if one.is_callable]
                 self._asked.clear()
             await ask_holders(holders, _FETCHES_MAX, self._fetch)

@@ -279,8 +279,8 @@ def _of_kind(listings: list[RunListing], grid: bool) -> list[RunListing]:
                 "--experts, or train the run with `swarm join`"
             )
         raise UsageError(
-            f"this swarm announces no run that trains, but the grid {shown}: host its experts with "
-            "`swarm serve`"
+            f"this swarm announces no run that trains, but the grid {shown}: list its experts with "
+            "`swarm experts`, or host them with `swarm serve`"
         )
     return fitting
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -54,6 +55,15 @@ def test_a_log_shows_a_load_only_when_samples_were_computed() -> None:
     assert "\n    node = swarm.Node(" in text  # in one piece, so that it can be copied
     assert text.count("4 requests queued, a new one waits 12 ms") == 2  # only new loads, and not each one
     assert "\x1b" not in text
+
+
+def test_an_invite_is_not_called_an_address() -> None:
+    stream = io.StringIO()
+    output = PlainOutput(ServePresentation(), stream)
+    output.emit(SERVED)
+    output.emit(replace(SERVED, address="swarm1abc"))
+    assert "  address   /ip4/127.0.0.1" in stream.getvalue()
+    assert "  invite    swarm1abc" in stream.getvalue()
 
 
 def test_a_load_is_a_json_line() -> None:

@@ -35,11 +35,13 @@ REST_S = 0.3
 # one member cost as much in a group of any size. Smaller: failures in large groups are noticed later
 _CROWD = 16
 _DISTANT_CROWD = 8  # the same for members that exchange no values with this one
-# This multiple of `PROBE_S`, per member of a crowd, is the time in which a member that exchanges values with
-# this one has to answer, at most `FIRST_S`: a reducer answers between the streams of all others. Smaller: a
-# busy reducer is marked failed, all others repair its shard, and that makes the next one late; larger:
-# failures are noticed later
-_CROWD_ANSWER = 1 / 8
+# Of more than this number of members, each that exchanges values with this one has this multiple of `PROBE_S`
+# per member to answer, at most `_CROWD_ANSWER_S_MAX`: a reducer answers between the streams of all others.
+# Smaller: a busy reducer is marked failed, all others repair its shard, and that makes the next one late;
+# larger: failures are noticed later
+_ANSWER_CROWD = 8
+_CROWD_ANSWER = 1 / 4
+_CROWD_ANSWER_S_MAX = 6.0
 _MISSED_MAX = 3  # heartbeats without an answer until a member is suspected, and probed
 PROBE_S = 0.6  # time for a suspect to answer; shorter: busy peers are marked failed, longer: the round stalls
 # time to answer for a member that was never heard, which may still have to connect and begin, and for one
@@ -89,9 +91,9 @@ class FailureDetector:
             place: _Peer(0.0, False, place in distant) for place in theirs
         }
         self._is_crowd = len(self._peers) > _CROWD
-        self._crowd_answer_s = (
-            min(_CROWD_ANSWER * len(self._peers) * PROBE_S, FIRST_S) if self._is_crowd else 0.0
-        )
+        size = len(self._peers)
+        answer_s = min(_CROWD_ANSWER * size * PROBE_S, _CROWD_ANSWER_S_MAX)
+        self._crowd_answer_s = answer_s if size > _ANSWER_CROWD else 0.0
         self._near_rest_s, self._distant_rest_s = (
             REST_S * max(1.0, len(self._peers) / crowd) - HEARTBEAT_INTERVAL_S
             for crowd in (_CROWD, _DISTANT_CROWD)

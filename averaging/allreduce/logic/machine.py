@@ -400,8 +400,7 @@ class RoundMachine:
         if reducer == self._own or reducer not in self.setup.plan.reducers or self.repairs.knows(reducer):
             return []
         effects = self._suspect(reducer, Suspicion(f"{self.setup.name(place)} has lost it"))
-        # an auxiliary member receives no averages, so none are missing, but it may still have to take over a
-        # shard
+        # an auxiliary member receives no averages, so none are missing, but it may have to take over a shard
         if self.setup.own_auxiliary:
             self.repairs.help(reducer, trusted=reducer not in self.membership.failed, now_s=self._now_s)
         return effects
@@ -488,8 +487,7 @@ class RoundMachine:
         effects: list[Effect] = []
         if vote is None and not self.agreement.signing and self._own in self.setup.contributors:
             effects.append(do.Sign(b""))
-        # even with the certificate, because the average cannot be obtained and no votes are given on its head
-        # any more
+        # even with the certificate: the average cannot be obtained, and nobody votes on its head any more
         unresolved = bool(vote is not None and vote.result and not self.votes.tally.is_dead())
         return effects + self._finish(do.Finish(reason, certificate, unresolved))
 

@@ -45,8 +45,7 @@ _JOIN_WAIT_S = 1.0
 # a follower notices within this that its leader is dead: ping interval, timeout of the ping, and a margin
 _LEADER_LOSS_S = 2.0
 _BUSY_MAX_S = 3600.0
-# statuses of a peer that is in a round, after it, or about to begin
-_ENGAGED = (PeerStatus.BUSY, PeerStatus.FOLLOWING, PeerStatus.PASSED)
+_ENGAGED = (PeerStatus.BUSY, PeerStatus.FOLLOWING, PeerStatus.PASSED)  # in or after a round, or about to be
 
 
 @dataclass(slots=True)
@@ -123,8 +122,7 @@ class PeerTable:
                 return
             peer.expected = True
             if peer.contact != holder.contact and (peer.status is None or peer.failed):
-                # it may be reachable through other relays now
-                peer.contact, peer.failed, peer.failures = holder.contact, "", 0
+                peer.contact, peer.failed, peer.failures = holder.contact, "", 0  # maybe through other relays
                 peer.queried_s, peer.query_pending = -math.inf, False
                 recently_failed.discard(peer_id)
             if peer.status is None:
@@ -306,8 +304,7 @@ class PeerTable:
         """Return by when a peer that follows another one would have come to this one."""
         # There are three cases. It follows this peer and its call is in transit. Or its leader learns of this
         # peer and redirects it here. Or its leader, which ranks before this peer, has a full group (otherwise
-        # this peer would follow it, too) and sends it away; the members of that group are then known to be
-        # busy.
+        # this peer would follow it, too) and sends it away; the members of that group are known to be busy.
         leader = self.peers.get(peer.follows.contact.peer_id) if peer.follows is not None else None
         return max(peer.searching_since_s, self.free_since_s) + (
             _LEADER_LOSS_S if leader is not None and leader.failed else _JOIN_WAIT_S
@@ -458,14 +455,12 @@ class PeerTable:
 
     def _mark_busy(self, member: PeerState | None, reporter: PeerState, members: tuple[PeerId, ...]) -> None:
         """Mark `member` as busy: `reporter` reports that it is in a round with it, among `members`."""
-        # the round of this peer is over here; without round keys nothing else distinguishes it from the next
-        # one
+        # the round of this peer is over here; without round keys nothing else tells it from the next one
         is_other = reporter.round_key != self.query.round_key or self.query.contact.peer_id in members
         if member is None or (
             member.status is not None and member.round_key == self.query.round_key and is_other
         ):
-            # its own message says that it looks for this round, so it ended the other one before `reporter`
-            return
+            return  # its own message says that it looks for this round: it ended the other one first
         if member.status in (None, PeerStatus.SEARCHING, PeerStatus.FOLLOWING):
             member.status, member.round_key, member.busy_until_s = (
                 PeerStatus.BUSY,

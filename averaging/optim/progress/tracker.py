@@ -86,8 +86,7 @@ class Tracker:
         )
         self._announce = ChangeEvent()  # announce the full epoch now
         self._sender = ReportSender(self._report_one)
-        # `_unreported`: peers known from records that have not received a report yet
-        self._closed, self._unreported = False, set[PeerId]()
+        self._closed, self._unreported = False, set[PeerId]()  # the latter: known, and not reported to yet
 
     # --- the trainer's thread
 
@@ -162,8 +161,7 @@ class Tracker:
         with self._changed:
             now_s = self._node.clock.swarm_s()
             self._update_history()
-            # the announcement belongs to a parted history and does not count here
-            if epoch < self._progress.epoch:
+            if epoch < self._progress.epoch:  # announcements of a parted history do not count here
                 self._full_epoch = self._full_epoch_of_others = self._announced_epoch = -1
             self._progress.begin_epoch(epoch, now_s, late=late, joining=joining, began_ago_s=began_ago_s)
             self._progress.on_round(members, epoch, now_s)
@@ -246,11 +244,8 @@ class Tracker:
 
     def voters(self) -> list[PeerId]:
         """Return the live peers that have the same history as this one and vote on it."""
-        return [
-            peer
-            for peer, report in self.others_at_head().items()
-            if not report.abstains and not report.joining
-        ]
+        found = self.others_at_head()
+        return [peer for peer, one in found.items() if not one.abstains and not one.joining]
 
     def contacts(self) -> list[Contact]:
         """Return the contacts of peers that can be called."""
@@ -396,9 +391,7 @@ class Tracker:
     async def _report_to(
         self, peers: Collection[PeerId], *, among: Collection[PeerId] | None = None, full: bool = False
     ) -> None:
-        """Report to those of `peers` that this one passes news to (`among`: to these only), and wait for the
-        answers of those that count.
-        """
+        """Report to the relays of `peers` (`among`: to these only); wait for answers of those that count."""
         counted = self._counted(peers)
         members, strangers = (
             [peer for peer in self._records.relays(one, known) if among is None or peer in among]
@@ -443,8 +436,7 @@ class Tracker:
             self._progress.on_report(peer, report, now_s)
             self._changed.notify_all()
         contact = self._records.contacts.get(peer)
-        # limited to peers with standing, because any number of identities may call
-        if contact is None and self._progress.standing.counts(peer):
+        if contact is None and self._progress.standing.counts(peer):  # any number of identities may call
             self._keeper.renew_soon()  # its record has its address
         elif contact is not None and self.history is not None:
             self.history.heard(contact, report.head)

@@ -51,9 +51,8 @@ DONORS_MAX = 5  # donors asked for the state; those that hold the same one all s
 ASKED_MAX = 20  # donors asked for a place, until some have one
 RESERVE_TIMEOUT_S = 5.0
 OPEN_TIMEOUT_S = 60.0  # includes the time in which the donor copies and hashes its state
-# how long to wait for the answer to a request for the state, in addition to the time that the answer takes on
-# a slow link. Too large: a lost request costs that much time; too small: donors of large states are asked
-# several times
+# how long to wait for the answer to a request for the state, beside its time on a slow link. Too
+# large: a lost request costs that much time; too small: donors of large states are asked several times
 OPEN_WAIT_S = 5.0
 ANSWER_BYTES_PER_S = 50e3
 # a donor that sends nothing for this long has failed; small enough to try the next, large enough for 50 kB/s
@@ -114,16 +113,14 @@ class Download:
     liars: set[PeerId] = field(default_factory=set)  # of these, donors that sent data other than declared
     on_progress: OnProgress | None = None
     pool: Executor | None = None  # threads that check chunks; None: the event loop's own
-    # requested from donors; a donor that does not know the codec sends every tensor unencoded
-    codec: str = EXACT
+    codec: str = EXACT  # requested from donors; one that does not know it sends every tensor unencoded
     # returns the reachable electors of the head that the swarm is known to have reached, the most senior
     # first: the state that they hold is taken
     electors: Callable[[], Sequence[Contact]] = tuple
     waits_for_electors: bool = False  # fail while most of them are silent, so that they are asked again
     majority: bool = False  # accept only a state that most of the answering donors hold, of any epoch
     epoch: int | None = None  # epoch of the state that is being downloaded, once known
-    # the part of the state that has arrived; at first, the chunks of an earlier download
-    partial: PartialState | None = None
+    partial: PartialState | None = None  # what has arrived; at first, the chunks of an earlier download
     _received_bytes: int = 0
     # all leases of this download, those of offers that were not taken included: each is closed at the end
     _leases: dict[PeerId, tuple[Contact, bytes]] = field(default_factory=dict)
@@ -464,8 +461,7 @@ class Download:
                 if intake.checking:
                     await intake.wait_checked()
                     continue
-                # for as long as a chunk takes from this donor; a donor that has not delivered a chunk by then
-                # is late
+                # for as long as a chunk takes from this donor; one that has not delivered one by then is late
                 await asyncio.sleep(max(took_s, _LATE_S_MIN))
                 late = partial.find_late(asked)
                 batch = partial.take(1) if late is None else [late]

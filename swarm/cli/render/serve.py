@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from swarm.cli.render.output import Presentation
+from swarm.membership.invite import is_invite
 from swarm.run.events import Event
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class Served(Event):
     parameters: int  # of one expert
     schema: str
     device: str
-    address: str  # address by which callers join
+    address: str  # address or invite by which callers join
     snippet: str  # Python code that calls the first expert
 
 
@@ -107,7 +108,7 @@ def _served(event: Served) -> str:
             f"serving {count} on {event.device}: {names}{resumed}",
             f"  each      {event.expert_class} of {event.parameters:,} parameters, {event.schema}",
             f"  grid      {event.grid}{', created here' if event.created else ''}",
-            f"  address   {event.address}",
+            f"  {'invite ' if is_invite(event.address) else 'address'}   {event.address}",
             "call them from Python:",
             "",
             *(f"    {line}" for line in event.snippet.splitlines()),

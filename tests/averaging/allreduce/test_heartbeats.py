@@ -157,8 +157,8 @@ def test_the_heartbeats_of_one_member_do_not_grow_with_the_group(distant: bool) 
 
 
 def test_a_silent_member_of_a_large_group_is_found_in_proportion_later() -> None:
-    # rests of 0.3, 0.6 and 1.2 s; of more than 16 others each has longer to answer (decision 0046)
-    for members, latest_s in ((17, 1.2), (33, 3.2), (65, 4.4)):
+    # rests of 0.3, 0.3, 0.6 and 1.2 s; of more than 8 others each has longer to answer (decision 0046)
+    for members, latest_s in ((9, 1.2), (17, 3.0), (33, 5.7), (65, 7.5)):
         liveness = FailureDetector(range(1, members), [], 0.0)
         for nth in range(1, 101):
             for place in liveness.tick(nth / 10)[0]:
@@ -167,19 +167,23 @@ def test_a_silent_member_of_a_large_group_is_found_in_proportion_later() -> None
         assert died_s - 10.0 <= latest_s + 0.1
 
 
-@pytest.mark.parametrize(("members", "fails"), [(5, True), (33, False), (65, False)])
-def test_a_busy_member_of_a_large_group_that_pauses_is_not_marked_failed(members: int, fails: bool) -> None:
-    """Regression test: reducers of 33 peers on two cores answer nobody for 2 s, between the streams of all
-    others. They were marked failed, everybody repaired their shards, and a round of 2 s took 27 s.
+@pytest.mark.parametrize(
+    ("members", "pause_s", "fails"), [(5, 2.0, True), (17, 2.0, False), (33, 4.0, False), (65, 4.0, False)]
+)
+def test_a_busy_member_of_a_large_group_that_pauses_is_not_marked_failed(
+    members: int, pause_s: float, fails: bool
+) -> None:
+    """Regression test: reducers of 33 peers on two cores answer nobody for up to 4 s, between the streams of
+    all others. They were marked failed, everybody repaired their shards, and a round of 2 s took 27 s.
     """
     liveness = FailureDetector(range(1, members), [], 0.0)
     failed = set[int]()
-    for nth in range(1, 61):
+    for nth in range(1, 81):
         now_s = nth / 10
         heartbeats, dead = liveness.tick(now_s)
         failed |= {place for place, _ in dead}
         for place in heartbeats:
-            if place != 1 or not 3.0 <= now_s < 5.0:
+            if place != 1 or not 3.0 <= now_s < 3.0 + pause_s:
                 liveness.answered(place, 0.1)
             else:
                 liveness.unanswered(place)

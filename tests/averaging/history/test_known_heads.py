@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from averaging.history.known_heads import SILENT_S, KnownHeads
-from swarm.core.ids import Contact, PeerId
+from averaging.history.known_heads import ASK_AGAIN_S, SILENT_S, KnownHeads
+from swarm.core.ids import Address, Contact, PeerId
 from tests.averaging.history.peers import PEERS
 
-A, B = (Contact(peer, ()) for peer in PEERS[:2])
+A, B, C = (Contact(peer, (Address("127.0.0.1", 1000),)) for peer in PEERS[:3])
 HEAD, NEXT = b"h" * 32, b"n" * 32
 
 
@@ -55,6 +55,24 @@ def test_a_peer_whose_host_refuses_connections_has_no_voice_at_once() -> None:
     assert heads.is_gone(A.peer_id)
     heads.missed(B.peer_id, 0.0, refused=False)
     assert not heads.is_gone(B.peer_id)  # it is cut off, perhaps: the others wait for the whole grace
+
+
+def test_one_question_about_a_head_is_not_repeated_within_a_second() -> None:
+    """Regression test: a peer that waited for a quorum asked for the same histories six times a second."""
+    heads, own = known(), b"o" * 32
+    heads.heard(C, NEXT, 0.0)
+
+    def asked(now_s: float, own_head: bytes = own) -> list[list[Contact]]:
+        return heads.to_ask([C.peer_id], lambda head: head == HEAD, lambda peer: True, own_head, now_s)[0]
+
+    first = [[C], [B, A]]
+    assert asked(0.0) == first
+    for now_s in (0.2, 0.4, ASK_AGAIN_S - 0.1):
+        assert asked(now_s) == []
+    heads.heard(C, HEAD, 0.5)  # it has news
+    assert asked(0.9) == [[C]]
+    assert asked(ASK_AGAIN_S) == [[B, A]]
+    assert asked(ASK_AGAIN_S, b"p" * 32) == [[C], [B, A]], "this peer's own history has moved"
 
 
 def test_strangers_of_any_number_displace_no_member() -> None:
