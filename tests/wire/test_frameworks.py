@@ -223,7 +223,7 @@ def test_another_optimizer_than_the_callbacks_is_refused(
     model = WithLoss()
     trainer = trainer_of(tmp_path, model, optimizer_of(model.net), 2)
     trainer.optimizer = adam(model)
-    with pytest.raises(UsageError, match="another optimizer"):
+    with pytest.raises(UsageError, match="different optimizers"):
         trainer.train()
 
 

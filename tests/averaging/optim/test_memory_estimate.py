@@ -173,6 +173,7 @@ DOCUMENTED: dict[str, Any] = {
     "`local`": Local(),
     "`diloco`": Diloco(),
     "`diloco`, `streaming=4`": Diloco(streaming=4),
+    "`diloco`, delayed": Diloco(delayed=True),
     "`gossip`": Gossip(),
 }
 
