@@ -1,5 +1,5 @@
-"""The Trainer of transformers, Accelerate and Lightning beside a peer with a plain loop: both hold the same
-bits. Training resumes from the checkpoints of the frameworks, and a schedule is shared or refused.
+"""The Trainer of transformers, Accelerate and Lightning together with a peer with a plain loop: both hold the
+same bits. Training resumes from the checkpoints of the frameworks, and a schedule is shared or refused.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ def test_another_optimizer_than_the_callbacks_is_refused(
     model = WithLoss()
     trainer = trainer_of(tmp_path, model, optimizer_of(model.net), 2)
     trainer.optimizer = adam(model)
-    with pytest.raises(UsageError, match="another optimizer"):
+    with pytest.raises(UsageError, match="different optimizers"):
         trainer.train()
 
 

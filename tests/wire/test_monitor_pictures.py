@@ -54,7 +54,10 @@ const wide = [...document.querySelectorAll('main *, header *, footer *')].filter
 const cut = [...document.querySelectorAll('td')]
   .filter((cell) => cell.offsetWidth && cell.scrollWidth > cell.clientWidth + 1)
   .map((cell) => cell.textContent.slice(0, 40));
-return [...wide, ...cut];
+const cards = [...document.querySelectorAll('section')].filter((one) => one.offsetHeight);
+const over = cards.filter((one) => one.scrollHeight > one.clientHeight + 1)
+  .map((one) => `too long: ${one.textContent.trim().slice(0, 40)}`);
+return [...wide, ...cut, ...over];
 """
 _COLORS = """
 return [...document.querySelectorAll('.chart')].map((card) => {
