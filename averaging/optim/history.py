@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 _PROBE_INTERVAL_S = 1.0  # interval at which missing electors are looked for
 _FETCHES_MAX = 8  # histories fetched at once
-_STRANGE_MAX, _STRANGE_PAUSE_S = 4, 2.0  # beside them, of strangers; after one that did not answer
+_STRANGE_MAX, _STRANGE_PAUSE_S = 4, 2.0  # the same for strangers; after one that did not answer
 
 
 class RunHistory:

@@ -95,7 +95,7 @@ MEAN = Aggregation()
 
 def aggregation_of(rule: AggregationRule | Aggregation, clip_to_median: float | None) -> Aggregation:
     """Return the aggregation that a caller asked for: by a rule's name or with its numbers, and with the
-    limit on norms that is given beside it. Raises UsageError when there is no such rule.
+    limit on norms that is given with it. Raises UsageError when there is no such rule.
     """
     if not isinstance(rule, Aggregation):
         return Aggregation(rule=rule, clip_to_median=clip_to_median)

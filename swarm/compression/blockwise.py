@@ -1,4 +1,4 @@
-"""Codecs that keep a few bits of every element: 8, 4, 2 (ternary) or 1 (the sign), beside a scale for each
+"""Codecs that keep a few bits of every element: 8, 4, 2 (ternary) or 1 (the sign), with a scale for each
 block.
 
 Elements that share a byte lie far apart: a segment of n elements with p of them per byte is treated as p

@@ -1,4 +1,4 @@
-"""Local steps: peers train independently between two rounds, beside a base that all of them hold.
+"""Local steps: peers train independently between two rounds, and all keep the same base.
 
 θ is the model's own parameters. The base is the state after the last round, in float32; peers share, serve
 and keep equal the base and the outer optimizer's momentum. The difference θ - base is what this peer has
