@@ -1,7 +1,7 @@
 """Replicas: an expert that several servers host has nearly the same parameters on all of them.
 
-A server takes over the state of an expert, with optimizer and buffers, from an earlier replica
-declares its own. Afterwards all servers average at the same moments of swarm time (multiples of a period),
+A server takes over the state of an expert, with optimizer and buffers, from an existing replica
+before it declares its own. Afterwards all servers average at the same moments of swarm time (multiples of a period),
 while they compute: what an expert learns during a round is added to the average. Two replicas count by the
 steps since their last common version, within limits; from three on the median counts, so that one liar among
 three changes little. Every shared expert has its turn, however many there are.

@@ -45,7 +45,7 @@ _CROWD_ANSWER_S_MAX = 6.0
 _MISSED_MAX = 3  # heartbeats without an answer until a member is suspected, and probed
 PROBE_S = 0.6  # time for a suspect to answer; shorter: busy peers are marked failed, longer: the round stalls
 # time to answer for a member that was never heard, which may still have to connect and begin, and for one
-# members whose first tensors, which show their usual pauses, are in transit
+# whose first tensors, which show its usual pauses, are in transit
 FIRST_S = 3.0
 _SLACK = 3.0  # or this many of its longest recent pauses and round trips, if that is longer
 # or this many of this process's longest recent delay: a late process cannot judge others
