@@ -1,4 +1,4 @@
-"""The settings of `swarm.Averager` beside its arguments, and its place in a run."""
+"""The settings of `swarm.Averager` in addition to its arguments, and its place in a run."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AveragerConfig:
-    """Settings of `swarm.Averager` beside its arguments. Times that depend on the links follow from the
-    node's preset (`NodeConfig.preset`).
+    """Settings of `swarm.Averager` in addition to its arguments. Times that depend on the links follow from
+    the node's preset (`NodeConfig.preset`).
     """
 
     # Upload bandwidth in bytes/s; a peer with more reduces more. None: as measured in the rounds before.

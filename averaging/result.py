@@ -101,7 +101,7 @@ class PendingRound:
         self._discarded: Literal["", "cancelled", "closed"] = ""  # why there will be no result
         self._committed = False
         self._future: concurrent.futures.Future[None] | None = None
-        self._task: asyncio.Task[None] | None = None  # that runs the round, once it has started
+        self._task: asyncio.Task[None] | None = None  # the task that runs the round, once it has started
 
     @property
     def done(self) -> bool:

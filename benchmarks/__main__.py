@@ -90,7 +90,7 @@ def main(
     pages: Path,
     as_json: bool,
 ) -> None:
-    """Measure swarm beside hivemind, gloo and a bare transport on this machine, and the DHT and the grid in
+    """Measure swarm against hivemind, gloo and a bare transport on this machine, and the DHT and the grid in
     simulated swarms.
     """
     signal.signal(signal.SIGTERM, _stop)

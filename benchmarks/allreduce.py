@@ -1,4 +1,4 @@
-"""All-reduce of four peers on loopback: swarm beside hivemind, gloo and the bare transport."""
+"""All-reduce of four peers on loopback: swarm compared with hivemind, gloo and the bare transport."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ CROWDS = (Crowd(1), Crowd(10), Crowd(1000), Crowd(1000, 20))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttackedRun:
-    """A run beside crowds, each measured in every turn."""
+    """A run among crowds, each measured in every turn."""
 
     members: int
     crowds: tuple[Crowd, ...] = CROWDS
@@ -207,7 +207,7 @@ class Costs(Failures):
     processor_s: list[float] = field(default_factory=list)
 
     def add(self, attack: Attack, plan: Plan, crowd: Crowd) -> None:
-        """Measure one window beside a crowd."""
+        """Measure one window among a crowd."""
         before, began_s = attack.measured(), time.monotonic()
         attack.flood("nothing", plan.window_s, crowd)
         after, took_s = attack.measured(), time.monotonic() - began_s
@@ -218,7 +218,7 @@ class Costs(Failures):
 
 
 def _beside(say: Callable[[str], None], plan: Plan, attacked: AttackedRun) -> list[Row]:
-    """Measure a run beside each crowd, and without one before every second crowd."""
+    """Measure a run among each crowd, and without one before every second crowd."""
     members = attacked.members
     costs = {crowd: Costs() for crowd in (NOBODY, *attacked.crowds)}
     windows = [

@@ -4,7 +4,7 @@ Every process cuts its vector into one shard per process, streams each shard to 
 `message_bytes`, and receives as many bytes on the same stream. Messages are made before the clock starts,
 from as many different bytes as the vector has; received bytes are dropped. Nothing is encoded, added, checked
 or decoded. The result is the cost of gRPC, TLS, the kernel and the event loop.
-`averaging.allreduce.allreduce` is measured beside it, in turn, in the same run.
+`averaging.allreduce.allreduce` is measured for comparison, in turn, in the same run.
 
     with BareButterfly(vector_bytes=64 << 20) as bare:
         seconds = bare.round()

@@ -1,6 +1,6 @@
 """Four volunteers of one run, each killed and restarted at random: goodput and final loss.
 
-The volunteers are the real commands, `swarm start` and `swarm join`, beside a `swarm bootstrap` that is never
+The volunteers are the real commands, `swarm start` and `swarm join`, with a `swarm bootstrap` that is never
 killed. A training step takes the same time on each of them (`benchmarks.paced_task`). The baseline is the
 same five minutes without kills.
 """

@@ -1,4 +1,4 @@
-"""Codecs on one thread: bits per element, throughput beside a memory copy, and the error on two
+"""Codecs on one thread: bits per element, throughput compared with a memory copy, and the error on two
 distributions.
 
 A part is encoded and decoded block by block, as a reducer does it. hivemind's counterpart, where one exists,

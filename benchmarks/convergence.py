@@ -1,7 +1,7 @@
 """The convergence section: loss and bytes of every mode and codec with four peers.
 
 They are compared with one machine and with synchronous float32. Every finished training is stored in
-`convergence.json` beside the figures, so an interrupted section continues with the same command. A training
+`convergence.json` next to the figures, so an interrupted section continues with the same command. A training
 is repeated when the scale or the settings of its setup have changed.
 """
 

@@ -1,4 +1,4 @@
-"""The DHT on loopback, one process per peer: concurrent stores and gets, and single operations, beside
+"""The DHT on loopback, one process per peer: concurrent stores and gets, and single operations, compared with
 hivemind.
 """
 

@@ -1,5 +1,5 @@
-"""Experts on loopback: calls by four clients beside hivemind, calls by more clients, and the time to the
-first answer.
+"""Experts on loopback: calls by four clients compared with hivemind, calls by more clients, and the time to
+the first answer.
 """
 
 from __future__ import annotations

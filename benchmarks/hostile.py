@@ -140,7 +140,9 @@ def train(
 
 
 def losses(say: Callable[[str], None], *, steps: int = STEPS) -> list[Row]:
-    """Measure every kind of false gradient under every aggregation, beside the training of honest peers."""
+    """Measure every kind of false gradient under every aggregation, compared with the training of honest
+    peers.
+    """
     honest = train(MEAN, None, steps=steps)
     say(f"nobody lies: {honest:.3f} nats per byte after {steps} steps")
     found = []

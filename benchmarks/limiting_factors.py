@@ -113,11 +113,6 @@ LIMITED_BY: dict[str, str] = {
         "by which an epoch of 1.7 s becomes longer. A member with an address would reduce instead, and the "
         "relay carry no values."
     ),
-    "attacks-bad-4-waits-forever": (
-        "presumably, not profiled: the time until such a member is marked failed, 42 s of a round "
-        "(docs/decisions/0048), while rounds without it take 17 s. It is passed over for 1, 4 and then 16 "
-        "rounds, and not all of its first three rounds are among the three epochs that are left out here."
-    ),
     "attacks-empty-streams-lag": (
         "gRPC hands the loop the ends of all calls of broken connections in one turn: 0.2 ms for each."
     ),

@@ -103,7 +103,9 @@ def rows(setting: Setting) -> Iterator[list[Row]]:
 def _rows(
     setting: Setting, scenario: LinkScenario, codec: str, others: list[str]
 ) -> tuple[list[Row], set[str]]:
-    """Return the rows of swarm beside each other system, and the names of systems that completed no round."""
+    """Return the rows of swarm compared with each other system, and the names of systems that completed no
+    round.
+    """
     names = [f"swarm {codec}", *(f"{name} {codec}" for name in others)]
     setting.say(f"links, {PEERS} × {scenario.vector_mib:g} MiB, {scenario.words}: {', '.join(names)}")
     makers = [_maker(name, setting, scenario, codec) for name in ("swarm", *others)]

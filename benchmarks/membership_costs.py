@@ -1,4 +1,4 @@
-"""Costs of membership to honest peers: runs for invited peers beside open runs, in turns.
+"""Costs of membership to honest peers: runs for invited peers compared with open runs, measured in turn.
 
 Bytes are those of the loopback device, so nothing else may use it meanwhile. The comparison does not resolve
 1 %. Therefore one more invited run is profiled for the share of processor time in membership functions and

@@ -1,4 +1,4 @@
-"""A mixture layer over sixteen experts on four servers, forward and backward, beside hivemind."""
+"""A mixture layer over sixteen experts on four servers, forward and backward, compared with hivemind."""
 
 from __future__ import annotations
 

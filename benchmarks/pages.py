@@ -22,13 +22,13 @@ _REASON_CHARACTERS_MAX = 160
 TITLES = {
     "allreduce": (
         "All-reduce",
-        "Rounds of four peers on one machine, beside hivemind, gloo and a bare gRPC transport.",
+        "Rounds of four peers on one machine, compared with hivemind, gloo and a bare gRPC transport.",
     ),
-    "links": ("Links", "Rounds over emulated links, beside hivemind, gloo and bare TCP."),
-    "group": ("Matchmaking", "How long peers take to form a group, beside hivemind."),
+    "links": ("Links", "Rounds over emulated links, compared with hivemind, gloo and bare TCP."),
+    "group": ("Matchmaking", "How long peers take to form a group, compared with hivemind."),
     "killed": ("Killed peers", "One of four killed in a round, and two of four trainers at once."),
     "frozen": ("A frozen peer", "A round of four peers in which one is stopped (SIGSTOP)."),
-    "trainer": ("Trainers", "Whole training processes beside hivemind's."),
+    "trainer": ("Trainers", "Whole training processes compared with hivemind's."),
     "start": ("Start of a trainer", "From the start of the process to its first joint round."),
     "state": ("State transfer", "Downloading the training state from donors."),
     "cuts": ("Network cuts", "One history again after a swarm was cut in two."),
@@ -38,7 +38,7 @@ TITLES = {
         "How soon they are reached, what calls through relays cost, and what a lost relay does; namespaces.",
     ),
     "dht": ("DHT", "Stores and reads of real nodes."),
-    "experts": ("Experts", "Calls, mixtures and callers side by side, beside hivemind."),
+    "experts": ("Experts", "Calls, mixtures and callers side by side, compared with hivemind."),
     "slowdown": (
         "Training while averaging",
         "How much longer a training step takes while rounds run behind it.",
@@ -59,11 +59,14 @@ TITLES = {
     ),
     "electors": ("Electors", "Free identities in an open run: how many become electors; virtual time."),
     "monitor": ("Monitor", "What watching a run costs."),
-    "membership": ("Membership", "Runs for invited peers beside open ones: costs, and joining by an invite."),
-    "attacks": ("Attacks", "A node flooded by strangers, and a run beside crowds of them; real sockets."),
+    "membership": (
+        "Membership",
+        "Runs for invited peers compared with open ones: costs, and joining by an invite.",
+    ),
+    "attacks": ("Attacks", "A node flooded by strangers, and a run among crowds of them; real sockets."),
     "small": (
         "Small honest runs",
-        "Rounds without faults, and runs of two to ten peers, beside the code before membership.",
+        "Rounds without faults, and runs of two to ten peers, compared with the code before membership.",
     ),
     "hostile": ("Hostile peers", "Loss under attack, and the cost of robust aggregation."),
 }

@@ -1,4 +1,5 @@
-"""Volunteers behind routers beside the same volunteers with open ports: samples a second of the whole run.
+"""Volunteers behind routers compared with the same volunteers with open ports: samples a second of the whole
+run.
 
 A user's commands in network namespaces, controlled only by their printed lines: `swarm bootstrap` on a public
 host, `swarm start` and two `swarm join`. A training step takes the same time on each
@@ -83,7 +84,7 @@ def rows(say: Say, passes: int = PASSES) -> list[Row]:
 
 
 def row(way: str, ours: Paces, opened: Paces) -> Row:
-    """Return the row of one way beside open ports."""
+    """Return the row of one way compared with open ports."""
     return Row(
         identifier=f"reach-training-{way}",
         workload=f"`swarm start` and two `swarm join` behind {WORDS[way]}",

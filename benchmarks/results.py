@@ -44,7 +44,7 @@ class Failures:
             self.reasons.append(reason)
 
     def series_of(self, name: str, samples: Iterable[float], unit: str = "s") -> Series:
-        """Return these samples with the failures beside them."""
+        """Return these samples with the failures added."""
         return Series(
             name=name,
             unit=unit,
@@ -74,7 +74,7 @@ class Aim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One line of the table: our figure beside a peer's, measured in one run."""
+    """One line of the table: our figure and a peer's, measured in one run."""
 
     identifier: str  # stable: a later run replaces the row of the same identifier
     workload: str

@@ -1,4 +1,4 @@
-"""A round without faults beside the code before histories and membership: processor time and calls."""
+"""A round without faults compared with the code before histories and membership: processor time and calls."""
 
 from __future__ import annotations
 

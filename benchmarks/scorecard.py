@@ -1,5 +1,5 @@
-"""The scorecard of the README: ten figures of benchmarks/figures/measured.json beside hivemind's, as table
-and chart.
+"""The scorecard of the README: ten figures of benchmarks/figures/measured.json compared with hivemind's, as
+table and chart.
 
 `python -m benchmarks.scorecard` writes README.md and docs/images/scorecard.svg. With `--check` it writes
 nothing, and its exit status is 1 when they do not follow from benchmarks/figures/measured.json.

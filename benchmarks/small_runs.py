@@ -1,4 +1,5 @@
-"""Small honest runs beside the code before histories and membership: samples a second of the whole run.
+"""Small honest runs compared with the code before histories and membership: samples a second of the whole
+run.
 
 The earlier code is taken from this repository by its commit. Peers are processes that train on one machine;
 a training step sleeps, so that the protocol and not the processor decides.
@@ -103,13 +104,13 @@ def check() -> None:
 
 @contextlib.contextmanager
 def earlier_code() -> Iterator[Path]:
-    """Unpack the packages of the earlier commit beside the benchmarks of this one, into a folder."""
+    """Unpack the packages of the earlier commit next to the benchmarks of this one, into a folder."""
     found = subprocess.run(
         ["git", "-C", str(ROOT), "archive", EARLIER_COMMIT, *_PACKAGES], capture_output=True, check=False
     )
     if found.returncode:
         raise NoEnvironment(
-            f"commit {EARLIER_COMMIT}, beside which small runs are measured, is not in this repository "
+            f"commit {EARLIER_COMMIT}, with which small runs are compared, is not in this repository "
             "(`git fetch --unshallow` brings it)"
         )
     with tempfile.TemporaryDirectory(prefix="swarm-earlier-") as name:

@@ -1,4 +1,4 @@
-"""The memory of a trainer beyond torch and its model, and the time until a new one contributes, beside
+"""The memory of a trainer beyond torch and its model, and the time until a new one contributes, compared with
 hivemind.
 """
 

@@ -51,7 +51,7 @@ def backward(model: nn.Module, generator: torch.Generator) -> None:
 
 
 def orders(channel: WorkerChannel) -> Callable[[], dict[str, Any] | None]:
-    """Listen for orders beside the training. The returned function gives the next order, or None at once."""
+    """Listen for orders during the training. The returned function gives the next order, or None at once."""
     waiting: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
 
     def listen() -> None:

@@ -98,7 +98,7 @@ def test_steps_on_the_host_compute_with_one_thread_and_those_on_a_gpu_with_all(
 
 
 @pytest.mark.skipif(
-    os.environ.get("SWARM_GPU_DEVICE", "cpu") != "cpu", reason="all threads are used beside a GPU"
+    os.environ.get("SWARM_GPU_DEVICE", "cpu") != "cpu", reason="all threads are used in tests of a GPU"
 )
 def test_tests_on_the_host_compute_with_one_thread() -> None:
     assert torch.get_num_threads() == 1

@@ -130,7 +130,7 @@ class RoundDriver:
                 work.create_task(self._tick(), name="tick")
                 self._perform(self.machine.begin())
                 self.begun.set()
-                # runs beside the tasks that answer members and send heartbeats
+                # runs concurrently with the tasks that answer members and send heartbeats
                 await self.offload.prepare(self.kernels.prepare, not self.machine.setup.own_auxiliary)
                 self.feed(on.MemoryPrepared())
                 await self._over.wait()

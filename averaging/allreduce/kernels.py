@@ -301,7 +301,7 @@ class ReductionKernels:
     ) -> Iterator[dict[int, _Launched]]:
         """Launch those of `chunks` that lie on a device, by their index, and have them copied to the host.
 
-        All are on their way before any is waited for: copies run beside the next chunk's encoding. Afterwards
+        All are on their way before any is waited for: copies run during the next chunk's encoding. Afterwards
         nothing is on its way, and all memory is back, also when a launch failed.
         """
         vector, result_buffer = self.vector, self.averages.result_buffer

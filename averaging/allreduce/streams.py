@@ -193,9 +193,9 @@ class SenderStream:
 
 
 async def _side_by_side(work: Coroutine[Any, Any, None], beside: Coroutine[Any, Any, None]) -> None:
-    """Run both, `beside` in a task of its own. The first error ends the other and is raised unchanged. A
-    cancellation takes precedence over errors of peers at the same moment, which a task group would raise
-    instead.
+    """Run both concurrently, `beside` in a separate task. The first error ends the other and is raised
+    unchanged. A cancellation takes precedence over errors of peers at the same moment, which a task group
+    would raise instead.
     """
     try:
         async with asyncio.TaskGroup() as tasks:

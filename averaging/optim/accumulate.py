@@ -53,7 +53,7 @@ class GradientAccumulator:
 
         `parameters` are the floating-point leaf tensors to be trained, of any shape, dtype and device,
         without repetition. `names` are used in messages. `storage` is the device of the sums; None puts each
-        beside its parameter. `make_link` returns the link to a device; tests replace it. Raises UsageError
+        next to its parameter. `make_link` returns the link to a device; tests replace it. Raises UsageError
         when there are no parameters.
         """
         if not parameters:

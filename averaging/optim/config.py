@@ -1,4 +1,4 @@
-"""The settings of `swarm.Optimizer` beside its arguments."""
+"""The settings of `swarm.Optimizer` in addition to its arguments."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from swarm.core.errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
-    """Settings of `swarm.Optimizer` beside its arguments. Times are in seconds; those that depend on the
-    links follow from the node's preset (`NodeConfig.preset`).
+    """Settings of `swarm.Optimizer` in addition to its arguments. Times are in seconds; those that depend on
+    the links follow from the node's preset (`NodeConfig.preset`).
     """
 
     # peers in one round, equal on all peers. With more trainers an epoch has several rounds, through the

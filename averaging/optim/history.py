@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 _PROBE_INTERVAL_S = 1.0  # interval at which missing electors are looked for
 _FETCHES_MAX = 8  # histories fetched at once
-_STRANGE_MAX, _STRANGE_PAUSE_S = 4, 2.0  # beside them, of strangers; after one that did not answer
+_STRANGE_MAX, _STRANGE_PAUSE_S = 4, 2.0  # the same for strangers; after one that did not answer
 
 
 class RunHistory:
@@ -67,7 +67,7 @@ class RunHistory:
         # `_has_left`: this peer said goodbye and does not vote any more
         self._probed_s, self._has_left = -1e9, False
         self._sleep = SleepWatch(node.clock.swarm_s)
-        self.removed = frozenset[PeerId]()  # by the run's owner: not waited for; replaced as a whole
+        self.removed = frozenset[PeerId]()  # removed by the run's owner: not waited for; replaced as a whole
         self.has_parted = False  # the last loaded state belongs to a history without this peer's own work
         self._strange: list[list[Contact]] = []  # for each head that strangers report, the peers to ask
 

@@ -1,4 +1,6 @@
-"""Placement of what a mode keeps beside the model: on the parameters' devices, or offloaded to the host."""
+"""Placement of what a mode keeps in addition to the model: on the parameters' devices, or offloaded to the
+host.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Memory that each mode takes beside the model, in bytes per trained parameter: one table for estimates,
-tests and documents.
+"""Memory that each mode takes in addition to the model, in bytes per trained parameter: one table for
+estimates, tests and documents.
 
 Not included: activations; the temporary tensors of torch's own optimizers (`foreach=True`, the default on
 CUDA, takes about one more tensor of the parameters' type while it steps); encoded data of rounds on the
@@ -27,16 +27,16 @@ class MemoryPerParameter:
 
     device: float  # peak, on the parameters' device
     host: float  # peak
-    device_kept: float  # of `device`, the part that is always allocated
+    device_kept: float  # the part of `device` that is always allocated
     host_kept: float
 
 
 @dataclass(frozen=True, slots=True)
 class _Need:
-    """One kind of tensor that training takes beside the parameters."""
+    """One kind of tensor that training takes in addition to the parameters."""
 
     bytes: float
-    follows: bool  # on the host when the optimizer offloads, else beside the parameters
+    follows: bool  # on the host when the optimizer offloads, else on the parameters' device
     passing: bool = False  # allocated during one operation only; no two such operations overlap
 
 
@@ -49,8 +49,8 @@ def bytes_per_parameter(
     offload: bool,
     element_bytes: int = _FLOAT32,
 ) -> MemoryPerParameter:
-    """Return the memory that training in `mode` takes beside the model. Raise UsageError for a mode that is
-    not one of this library's.
+    """Return the memory that training in `mode` takes in addition to the model. Raise UsageError for a mode
+    that is not one of this library's.
 
     `optimizer_statistics`: how many tensors of the parameters' shape and type the inner optimizer keeps: 2
     for Adam and AdamW, 1 for SGD with momentum. `error_feedback`, `strategy` and `offload` are as in
@@ -106,8 +106,8 @@ def _mode_needs(
     if isinstance(mode, Diloco):
         if mode.momentum:
             needs.append(_Need(_FLOAT32, follows=True))
-        # the pseudo-gradient of one fragment; beside training, also the fragment as it was when its round
-        # began
+        # the pseudo-gradient of one fragment; while training continues, also the fragment as it was when its
+        # round began
         needs.append(_Need((1 + mode.overlapped) * _FLOAT32 / mode.streaming, follows=True))
         return needs, 1.0
     if isinstance(mode, Gossip):

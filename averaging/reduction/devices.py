@@ -1,5 +1,5 @@
-"""Work on accelerators beside the trainer's: separate streams, copies that overlap with computation, and how
-threads wait.
+"""Work on accelerators concurrent with the trainer's: separate streams, copies that overlap with computation,
+and how threads wait.
 
 A GPU executes the calls of one stream in order, and several streams concurrently. The trainer's calls go to
 its current stream. A round works in other threads and on three streams of its own per device: one computes
@@ -46,8 +46,8 @@ class Upload(Protocol):
 
 
 class Queue(Protocol):
-    """The streams of one device that are used beside the trainer's. Any thread may use it; uploads one thread
-    at a time.
+    """The streams of one device that are used in addition to the trainer's. Any thread may use it; uploads
+    one thread at a time.
     """
 
     def fork(self) -> None:

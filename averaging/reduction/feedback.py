@@ -5,7 +5,7 @@ A member makes two errors: as a sender, when it encodes its values, and as a red
 average of its shard. Each side keeps the error of each element as a residual, and adds it to the values that
 it encodes next.
 
-Residuals change only when the round is committed. During a round the new residuals are staged beside the old
+Residuals change only when the round is committed. During a round the new residuals are staged next to the old
 ones; a commit replaces the old ones, a roll-back drops the new ones, and the caller still has the values that
 it wanted to send. So over any sequence of rounds, committed and failed, the sum of what the others decoded
 plus the residual equals the sum of what was given in committed rounds. Two roundings of float32 per round

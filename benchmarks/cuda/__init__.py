@@ -1,5 +1,5 @@
-"""A peer with a GPU: codecs beside the device's memory, a round, training steps beside plain torch, state and
-experts served meanwhile.
+"""A peer with a GPU: codecs compared with the device's memory, a round, training steps compared with plain
+torch, state and experts served meanwhile.
 
 Refuses where there is no CUDA device. Not yet run on one: the same programs are tested on the host at a tiny
 size. With `SWARM_GPU_DEVICE=cpu` the section runs at that size on the host, to find errors in it; its figures
@@ -69,7 +69,7 @@ def rows(
 
 
 def _codec_rows(device: torch.device, size: Size) -> list[Row]:
-    """Encoding and decoding on the device, beside a copy of the same values within its memory."""
+    """Encoding and decoding on the device, compared with a copy of the same values within its memory."""
     values, target = torch.randn(size.elements, device=device), torch.empty(size.elements, device=device)
     copied = _rates(size, seconds_of(lambda: target.copy_(values), device, size.rounds))
     found = [_row(device, "copy", "copy within the device", "rate of float32", "GB/s", copied)]

@@ -27,7 +27,7 @@ class Size:
     epochs: int = 3
     elements: int = 1 << 27  # float32 values that are encoded and averaged: 512 MiB
     state_elements: int = 1 << 28  # float32 values of the state that is served: 1 GiB
-    step_s: float = 0.02  # of a trainer beside which the state is served
+    step_s: float = 0.02  # of a trainer that trains while the state is served
     rounds: int = 4
     callers: int = 64
     caller_processes: int = 4

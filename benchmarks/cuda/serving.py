@@ -98,7 +98,7 @@ class Donor:
 def state_to_newcomers(
     size: Size, device: torch.device, *, times: int, stream: torch.cuda.Stream | None = None
 ) -> Served:
-    """Measure `times` downloads of the state by a newcomer in another process, beside training."""
+    """Measure `times` downloads of the state by a newcomer in another process, during training."""
     with Node(listen=HERE) as node:
         donor = Donor(node, device, size, stream)
         with (
@@ -121,7 +121,7 @@ def state_to_newcomers(
 def state_to_disk(
     size: Size, device: torch.device, folder: Path, *, times: int, stream: torch.cuda.Stream | None = None
 ) -> Served:
-    """Measure `times` checkpoints beside training, into files that are read again and checked afterwards."""
+    """Measure `times` checkpoints during training, into files that are read again and checked afterwards."""
     with Node(listen=HERE) as node:
         donor = Donor(node, device, size, stream)
         names = [str(place) for place in range(STATE_TENSORS)]

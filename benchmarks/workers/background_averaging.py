@@ -63,7 +63,7 @@ class Averaging:
 
 
 class Streaming:
-    """`swarm.Optimizer` in streaming DiLoCo beside the bare inner optimizer."""
+    """`swarm.Optimizer` in streaming DiLoCo compared with the bare inner optimizer."""
 
     def __init__(self, node: swarm.Node, model: torch.nn.Module) -> None:
         self._inner = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)

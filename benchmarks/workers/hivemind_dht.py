@@ -33,7 +33,7 @@ async def known(_dht: Any, node: Any) -> int:
 
 
 async def perform(_dht: Any, node: Any, order: dict[str, Any]) -> dict[str, Any]:
-    """Perform one order in the DHT's process, beside the node."""
+    """Perform one order in the DHT's process, concurrently with the node."""
     expiration = hivemind.utils.get_dht_time() + TTL_S
 
     async def store(key: str) -> str:

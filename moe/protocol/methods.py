@@ -58,7 +58,7 @@ STATE = StreamMethod(name="/swarm.Expert/State", message_bytes_max=CHUNK_BYTES +
 
 
 def wire_headers(payloads: Sequence[TensorPayload]) -> list[TensorHeader]:
-    """Return the headers that describe these payloads, as they are sent beside them."""
+    """Return the headers that describe these payloads, as they are sent with them."""
     return [
         TensorHeader(
             codec=piece.codec,

@@ -178,8 +178,8 @@ class ExpertSchema:
 
     @functools.cached_property
     def gradient_leaves(self) -> tuple[Leaf, ...]:
-        """Return the tensors that a backward pass takes beside the inputs: the floating-point outputs, in
-        order.
+        """Return the tensors that a backward pass takes in addition to the inputs: the floating-point
+        outputs, in order.
         """
         return tuple(leaf for leaf in self.output_leaves if leaf.is_floating)
 

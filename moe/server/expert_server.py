@@ -51,7 +51,7 @@ _DRAIN_WITH_NODE_S = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertServerConfig:
-    """Settings of `swarm.ExpertServer` beside its arguments."""
+    """Settings of `swarm.ExpertServer` in addition to its arguments."""
 
     checkpoints: Path | None = None  # folder from which experts resume and to which they are saved
     checkpoint_s: float = 60.0  # time between saves of changed experts

@@ -1,4 +1,4 @@
-"""Links: copies between the host and a CUDA device that run beside its computation.
+"""Links: copies between the host and a CUDA device that run during its computation.
 
 A link has two streams of its own: one for copies to the device, and one for copies to the host. Computation
 uses the default stream (`moe.server.devices`). Events order the three: computation waits for the copies of
@@ -47,7 +47,7 @@ class DeviceLink(Protocol):
         ...
 
     def host_memory(self, numel: int) -> torch.Tensor:
-        """Return flat uint8 on the host, pinned, so that copies from it and to it run beside other work."""
+        """Return flat uint8 on the host, pinned, so that copies from it and to it run during other work."""
         ...
 
     def send(self, source: torch.Tensor) -> CopyToDevice:

@@ -1,5 +1,5 @@
 """Transfers: the way of requests to the device of their expert, and of results back. On the host this is
-immediate; for a CUDA device it runs beside the computation.
+immediate; for a CUDA device it runs during the computation.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Transfer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReadyAnswers:
-    """Outcomes that are there already. `is_final` means that computing a failed job by itself would not help.
+    """Outcomes that are already known. `is_final` means that computing a failed job by itself would not help.
     Satisfies `Answers`.
     """
 
@@ -125,7 +125,7 @@ def _encode_on_host(job: Job, tensors: Gradients, version: int) -> Outcome:
 
 
 class DeviceTransfer:
-    """The transfer for a CUDA device: tensors are decoded and encoded there, and copied beside the
+    """The transfer for a CUDA device: tensors are decoded and encoded there, and copied during the
     computation. Satisfies `Transfer`.
     """
 

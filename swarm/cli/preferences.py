@@ -70,7 +70,7 @@ def preference_options(command: options.Command) -> options.Command:
             "--gpu",
             type=click.Choice(["yield", "share"]),
             default=None,
-            help="Pause while another program computes on the GPU, or train beside it.",
+            help="Pause while another program computes on the GPU, or train at the same time.",
         )
     )
     added += [click.option(flags, key, default=None, help=text) for key, (flags, text) in _SWITCHES.items()]

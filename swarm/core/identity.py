@@ -75,7 +75,7 @@ class Identity:
                 file.parent.mkdir(parents=True, exist_ok=True)
             elif not file.exists():
                 raise _no_file(file)
-            if file.exists():  # nothing is left beside a file that is no identity
+            if file.exists():  # no lock file is left next to a file that is no identity
                 _decode(_read_or_create(file), file)
             lock = _take_lock(file)
             raw = _read_or_create(file)

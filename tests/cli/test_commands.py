@@ -170,8 +170,8 @@ def test_a_wrong_run_file_is_refused_before_anything_starts(
 def test_a_dead_bootstrap_peer_is_reported_with_cause_and_next_step(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Check the command's own timeouts, not elapsed time: beside eight other processes it took 45 s, of which
-    # this process ran for 2 s.
+    # Check the command's own timeouts, not elapsed time: with eight other processes running it took 45 s, of
+    # which this process ran for 2 s.
     waits_s: list[float] = []
     wait = Node.wait_joined
 

@@ -186,7 +186,7 @@ def test_a_key_of_small_order_verifies_no_signature() -> None:
 
 
 def test_nothing_is_left_beside_a_file_that_is_no_identity(tmp_path: Path) -> None:
-    """Regression: the lock file stayed, for example beside a README in a checkout."""
+    """Regression: the lock file stayed, for example next to a README in a checkout."""
     file = tmp_path / "README.md"
     file.write_text("A text of somebody.\n")
     for mode, said in ((0o644, "is no identity file"), (0o600, "is not an Ed25519 identity")):

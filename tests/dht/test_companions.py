@@ -1,4 +1,4 @@
-"""Which members hold the records of a run beside the replicas, and which ones a read asks."""
+"""Which members hold the records of a run in addition to the replicas, and which ones a read asks."""
 
 from __future__ import annotations
 

@@ -81,7 +81,8 @@ def test_a_mode_takes_at_most_what_the_estimate_says(
         strategy="strategy" in options,
         offload=options.get("offload", False),
     )
-    # beside the model itself, and one tensor of its size that torch's foreach AdamW takes while it steps
+    # in addition to the model itself and one tensor of its size that torch's foreach AdamW takes while it
+    # steps
     allowed = numel * (4 + 4 + said.device) + SLACK_BYTES
     figure("device memory over the estimate", taken / allowed, "×", at_most=1.0)
     figure("bytes a parameter on the device", taken / numel, "bytes")

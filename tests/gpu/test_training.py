@@ -102,7 +102,7 @@ def test_two_peers_train_to_equal_states(
 def test_a_micro_step_with_a_bad_gradient_changes_no_sum_and_is_reported(
     dtype: torch.dtype, bad: float, offload: bool, device: torch.device
 ) -> None:
-    """Among tensors of every size, and beside the largest number of the type, which is no bad gradient."""
+    """Among tensors of every size, and next to the largest number of the type, which is no bad gradient."""
     shapes = [(1,), (31,), (257, 129), (70_001,), (0,)]
     parameters = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device=device)) for shape in shapes]
     home = torch.device("cpu") if offload else None

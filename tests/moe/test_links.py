@@ -88,7 +88,7 @@ def test_computation_comes_after_the_copy_of_its_inputs_and_not_after_later_copi
         arrival = link.send(source)
         inward = cuda.entered[-1]
         assert inward is not cuda.default
-        assert "compute 0" not in inward.known  # the copy runs beside what is computed
+        assert "compute 0" not in inward.known  # the copy runs during the computation
         with cuda.stream(inward):
             cuda.call("later copy")
         assert torch.equal(arrival.use(), source)

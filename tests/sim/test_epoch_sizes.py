@@ -1,4 +1,4 @@
-"""Samples of short epochs over the internet, beside the target."""
+"""Samples of short epochs over the internet, compared with the target."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many newcomers at once beside one donor on simulated links: they take turns, and serve each other."""
+"""Many newcomers at once with one donor on simulated links: they take turns, and serve each other."""
 
 from __future__ import annotations
 

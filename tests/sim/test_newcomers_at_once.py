@@ -34,7 +34,7 @@ MESSAGES_MAX = 510  # of a newcomer until it has contributed, calls and answers,
 
 @dataclass(slots=True)
 class _Arrivals:
-    """A founder of epoch 8 or later, and newcomers that come beside it."""
+    """A founder of epoch 8 or later, and newcomers that join it."""
 
     seed: int
     spread_s: float  # within which all come

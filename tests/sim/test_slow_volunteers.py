@@ -1,4 +1,4 @@
-"""A slow volunteer beside fast peers: what it computes counts, and it costs the others little."""
+"""A slow volunteer among fast peers: what it computes counts, and it costs the others little."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`swarm doctor` beside real peers: what it finds, and what its exit status says."""
+"""`swarm doctor` with real peers: what it finds, and what its exit status says."""
 
 from __future__ import annotations
 

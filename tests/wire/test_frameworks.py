@@ -1,5 +1,5 @@
-"""The Trainer of transformers, Accelerate and Lightning beside a peer with a plain loop: both hold the same
-bits. Training resumes from the checkpoints of the frameworks, and a schedule is shared or refused.
+"""The Trainer of transformers, Accelerate and Lightning together with a peer with a plain loop: both hold the
+same bits. Training resumes from the checkpoints of the frameworks, and a schedule is shared or refused.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def test_a_hidden_peer_that_announces_somebody_elses_relay_is_not_reached_there(
         (fault,) = service.host.faults
         assert f"{hidden.peer_id.short} has no reservation" in fault.what
         assert service.counts().refused == 1
-        # what is wrong beside it costs the right relay nothing
+        # other, wrong relays cost the right one nothing
         assert (await caller.connect(hidden.peer_id, [other, own])).relay == own.peer_id
 
     run(test)

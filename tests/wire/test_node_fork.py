@@ -1,5 +1,5 @@
-"""Tests of forked children beside a live node: DataLoader workers run, the node's handles refuse to, and no
-socket of the node stays open in them.
+"""Tests of forked children of a process with a live node: DataLoader workers run, the node's handles refuse
+to, and no socket of the node stays open in them.
 """
 
 from __future__ import annotations

@@ -415,8 +415,8 @@ class RoundMachine:
         return effects + self.repairs.pace(self.contributes, self._now_s)
 
     def _somebody_contributes(self, reducer: int) -> bool:
-        """Return whether a live member beside this reducer contributes, which refutes its claim that nobody
-        does.
+        """Return whether a live member other than this reducer contributes, which refutes its claim that
+        nobody does.
         """
         live = self.membership.live - {reducer, self._own}
         return self.contributes or any(self.setup.weights[place] > 0 for place in live)

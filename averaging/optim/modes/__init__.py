@@ -189,7 +189,7 @@ class Mode(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that resuming needs beside parameters and inner optimizer. A round in the
+        """Return the state that resuming needs in addition to parameters and inner optimizer. A round in the
         background counts as not made. Tensors are references.
         """
         ...

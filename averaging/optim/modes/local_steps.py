@@ -1,4 +1,4 @@
-"""Local steps: peers train independently between two rounds, beside a base that all of them hold.
+"""Local steps: peers train independently between two rounds, and all keep the same base.
 
 θ is the model's own parameters. The base is the state after the last round, in float32; peers share, serve
 and keep equal the base and the outer optimizer's momentum. The difference θ - base is what this peer has
@@ -84,7 +84,7 @@ class LocalSteps:
         self.state = TrainingState(self.outer, parts.extras, parts.scheduler)
         self.newcomer = False  # the next round must not count this peer's progress
         self.total = 0  # samples since the beginning
-        self.counted = 0  # of `total`: samples in committed rounds, or dropped
+        self.counted = 0  # the part of `total` that is in committed rounds, or dropped
         self.dropped = 0  # value of `total` when something was dropped last
         # value of `total` when the running round began
         self._round_began_at: int | None = None

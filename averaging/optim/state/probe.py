@@ -35,7 +35,7 @@ def probe_shapes(
     """Return per parameter the result of a first step: statistics on the meta device, without memory, and
     counters where the step needs them.
 
-    Returns None for an optimizer that reads values, or always keeps a counter beside its parameter: use
+    Returns None for an optimizer that reads values, or always keeps a counter on its parameter's device: use
     `probe` for those.
     """
     try:
@@ -62,8 +62,8 @@ def probe(inner: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> l
 
 
 def _placed(group: dict[str, Any], p: torch.Tensor, key: str, counter: torch.Tensor) -> torch.Tensor:
-    """Return a counter as torch's optimizers keep it: beside its parameter in fused and capturable steps,
-    and in float32 in fused ones.
+    """Return a counter as torch's optimizers keep it: on its parameter's device in fused and capturable
+    steps, and in float32 in fused ones.
     """
     if not (group.get("fused") or group.get("capturable")):
         return counter

@@ -466,7 +466,7 @@ def _lacks_values(
 
 
 def materialized(value: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """Return a statistic to be written: that of the probe, or a new one beside its parameter where the
+    """Return a statistic to be written: that of the probe, or a new one on its parameter's device where the
     probe's has no memory.
     """
     return torch.empty_like(value, device=p.device) if value.is_meta else value

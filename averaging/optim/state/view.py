@@ -7,7 +7,7 @@ to the host when it is first read, each byte once, and hashed and served from th
 memory for the whole state until it is closed, and 16 MiB of pinned memory while it is made.
 
 A thread that is about to write takes `WriteLock`, which completes the copy of every open view first. A copy
-that began earlier, beside a round (`complete_copy`), leaves the writer little to do.
+that began earlier, during a round (`complete_copy`), leaves the writer little to do.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from moe.client.replicas.autograd_bridge import (
 class LastPasses:
     """A layer's record of its last passes."""
 
-    # without rows; gives the shapes and dtypes of outputs, once known, for inputs of the shape beside it
+    # without rows; gives the shapes and dtypes of outputs, once known, for inputs of the shape stored with it
     empty_outputs: list[torch.Tensor] = field(default_factory=list)
     sample_shape: torch.Size | None = None
     forward: PassReport | None = None

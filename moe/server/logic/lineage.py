@@ -69,10 +69,10 @@ def donors(
     its own state is better.
 
     That is so when more than half of the other replicas have come further than this server since their last
-    common version. A server that callers use already (`is_declared`) keeps its state beside replicas with the
-    same head: averaging brings those together. Of two that began alike, without a common version, the one
-    with the larger PeerID takes over. Replicas that step jointly (`steps_jointly`) are not averaged, so there
-    that holds for replicas with the same head, too.
+    common version. A server that callers use already (`is_declared`) keeps its state when there are replicas
+    with the same head: averaging brings those together. Of two that began alike, without a common version,
+    the one with the larger PeerID takes over. Replicas that step jointly (`steps_jointly`) are not averaged,
+    so there that holds for replicas with the same head, too.
     """
     ahead = {
         peer: theirs

@@ -1,4 +1,4 @@
-"""The peers that hold the records of a run beside the replicas: its members nearest to the key.
+"""The peers that hold the records of a run in addition to the replicas: its members nearest to the key.
 
 Identities are free: a stranger can make seventeen that are nearer to a key than all honest peers, and hide
 whatever is stored under it. Members of a run therefore also write its records to the members nearest to the
@@ -28,7 +28,7 @@ from swarm.core.ids import Contact, Key, PeerId
 from swarm.core.standing import PeerStanding
 from swarm.dht.logic.records import Owner, run_of
 
-HOLDERS: Final = 3  # members that a record is written to, beside its replicas
+HOLDERS: Final = 3  # members that a record is written to, in addition to its replicas
 ASKED_AT_ONCE: Final = 2  # members that one read asks: one may be a liar
 # A read asks a member at least this often. Too small: traffic; too large: what replicas hide is seen late.
 CHECK_INTERVAL_S: Final = 15.0
@@ -52,7 +52,8 @@ _EXPERT_NAMESPACES: Final = ("experts", "expert-grids")
 
 
 def circle_of(key: Key) -> str | None:
-    """Return the run whose members hold the records of a key beside its replicas; None where there is none.
+    """Return the run whose members hold the records of a key in addition to its replicas; None where there is
+    none.
 
     The list of runs counts as a run of its own, whose members no certificate names. Declarations of experts
     count as a run to which the members of all runs belong.
@@ -116,9 +117,9 @@ class Companions:
     # ---- records of this peer's runs
 
     def holders(self, key: Key, now_s: float) -> list[Contact]:
-        """Return the peers beside the replicas to which a record of a run is written: the nearest members.
-        When fewer than `HOLDERS` are known, introducers and the members that they named are added. They are
-        looked up again after `_HOLDERS_S`: a run writes its records every second.
+        """Return the peers, other than the replicas, to which a record of a run is written: the nearest
+        members. When fewer than `HOLDERS` are known, introducers and the members that they named are added.
+        They are looked up again after `_HOLDERS_S`: a run writes its records every second.
         """
         read = self._reads.get(key)
         if read is not None and now_s < read.holders_until_s:

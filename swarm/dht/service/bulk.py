@@ -225,7 +225,7 @@ class ManyWrites:
     def __init__(
         self, overlay: Overlay, replica: ReplicaStore, records: Sequence[Record], companions: Companions
     ) -> None:
-        """`companions`: the peers that hold records of some keys beside the replicas."""
+        """`companions`: the peers that hold records of some keys in addition to the replicas."""
         self._overlay, self._companions = overlay, companions
         self._replica = replica
         self._records = records

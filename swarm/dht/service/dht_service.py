@@ -106,7 +106,7 @@ class DhtService:
             self.supervisor,
             self.timings,
         )
-        # members that the records of runs are written to and read from, beside the replicas
+        # members that the records of runs are written to and read from, in addition to the replicas
         self.companions = Companions(self.peer_id, self.standing, self.overlay.find_contact)
         self.namespaces = Namespaces()
         self.storage = Storage(

@@ -57,7 +57,7 @@ class Replication:
     def __init__(
         self, overlay: Overlay, storage: Storage, rng: random.Random, companions: Companions
     ) -> None:
-        """`companions`: the peers that hold records of runs beside the replicas."""
+        """`companions`: the peers that hold records of runs in addition to the replicas."""
         self.companions = companions
         self._overlay = overlay
         self._storage = storage

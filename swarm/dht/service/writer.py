@@ -65,8 +65,8 @@ class PendingWrite:
         companions: Sequence[Contact],
         previous_us: int,
     ) -> None:
-        """`companions`: peers that hold it beside the replicas. `previous_us`: when this peer issued this
-        entry last before; 0 for a record that is not its own.
+        """`companions`: peers that hold it in addition to the replicas. `previous_us`: when this peer issued
+        this entry last before; 0 for a record that is not its own.
         """
         self._overlay = overlay
         self._companions = companions

@@ -458,8 +458,8 @@ def test_a_member_takes_the_place_of_a_stranger_in_a_full_group() -> None:
 
 
 def begins_s(answer: Answer, *, may_be_alone: bool) -> float | None:
-    """Return when this peer begins a group alone beside a peer with this status; None: it waits for it until
-    the deadline, or gives up.
+    """Return when this peer begins a group alone when another peer has this status; None: it waits for it
+    until the deadline, or gives up.
     """
     bench = MatchmakerBench.make()
     bench.start(holder(6), key="a round", may_be_alone=may_be_alone)

@@ -67,7 +67,7 @@ def precedence(
         ((5, 6), (6,), (), False),  # of two peers neither has anybody else
         ((5, 6, 7), (6,), (), True),
         ((5, 6, 7), (6,), (7,), False),  # the other one has left
-        ((7, 8, 9), (6,), (), True),  # a stranger, beside electors
+        ((7, 8, 9), (6,), (), True),  # a stranger, with electors present
         ((7, 8, 9), (6,), (7, 8, 9), False),  # all electors are gone
         ((5,), (6,), (), True),  # a founder continues alone
         ((7, 8, 9), (7,), (), True),  # from the view of a newcomer
@@ -384,7 +384,7 @@ def test_a_leader_that_died_is_not_blamed_for_holding_its_followers() -> None:
 
 @dataclass
 class _Newcomer:
-    """A newcomer that leads another one, beside three electors of its run with these statuses."""
+    """A newcomer that leads another one, and meets three electors of its run with these statuses."""
 
     machine: Matchmaker
     now_s: float = 0.0

@@ -218,7 +218,7 @@ def test_offloading_beside_a_device_changes_no_bit(settings: Any, kind: str) -> 
                 one.net(batch(10 * epoch + nth, 3).to(one.net[0].weight.dtype)).square().mean().backward()
                 assert one.mode.learner.accumulate(3 + nth) is None
             prepared = one.mode.prepare(one.mode.state.epoch)
-            if settings != Gradients() and epoch % 2:  # a step beside the round
+            if settings != Gradients() and epoch % 2:  # a step during the round
                 one.mode.learner.accumulate(2)
             if epoch == 3:
                 one.mode.failed("round")

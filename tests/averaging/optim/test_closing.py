@@ -34,7 +34,7 @@ def report(head: bytes) -> ProgressReport:
 
 
 def closer(head: bytes, *, in_round: bool) -> EpochCloser:
-    """Return what closes epochs beside another peer that reports this head."""
+    """Return what closes epochs while another peer reports this head."""
     others = {OTHER: report(head)}
     tracker = SimpleNamespace(
         history=History(),

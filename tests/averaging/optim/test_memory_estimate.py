@@ -1,5 +1,5 @@
-"""Memory of modes beside the model: the table compared with existing tensors, and the one large computation
-that must not copy the model.
+"""Memory of modes in addition to the model: the table compared with existing tensors, and the one large
+computation that must not copy the model.
 """
 
 from __future__ import annotations

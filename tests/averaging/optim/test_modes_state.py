@@ -1,5 +1,5 @@
-"""Tensors that modes keep beside the model: their dtype and device, how they are saved and served, and that
-they stay finite.
+"""Tensors that modes keep in addition to the model: their dtype and device, how they are saved and served,
+and that they stay finite.
 """
 
 from __future__ import annotations

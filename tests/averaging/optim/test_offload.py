@@ -72,7 +72,7 @@ def test_a_link_orders_copies_and_the_trainers_stream_both_ways() -> None:
     copies = cuda.entered[-1]
     assert copies is not cuda.default
     assert "backward" in copies.known
-    assert "copy 1" not in cuda.default.known, "what is asked next may run beside the copy"
+    assert "copy 1" not in cuda.default.known, "what is queued next may run during the copy"
     cuda.call("forward")
     assert not arrival.ready()
     arrival.wait()

@@ -362,7 +362,7 @@ def test_a_group_that_did_not_begin_keeps_no_elector_from_voting(ends: str) -> N
 @pytest.mark.parametrize("is_signed", [True, False])
 def test_goodbyes_are_learned_from_others(*, is_signed: bool) -> None:
     """Regression test: a peer that was not at the head yet when an elector left waited for it for the grace,
-    and continued with a break, beside another one that knew of the goodbye and searched without.
+    and continued with a break, while another one knew of the goodbye and searched without it.
     """
 
     async def play() -> None:

@@ -113,8 +113,8 @@ def test_speeds_that_users_have_set_are_taken_as_they_are() -> None:
 
 
 def test_a_mistaken_measurement_does_not_make_the_mistaken_one_the_bottleneck() -> None:
-    """Measured among four equal links of 100 Mbit/s: 17.4 MB/s beside 10.3, which had halved the speed of
-    rounds until the measurements expired.
+    """Measured among four equal links of 100 Mbit/s: 17.4 MB/s compared with 10.3, which had halved the speed
+    of rounds until the measurements expired.
     """
     assert shares([load(10.3), load(11.1), load(10.3), load(17.4)]) == pytest.approx([0.25] * 4)
     for faster in (2.0, 2.5, 3.0):  # nothing jumps beyond it

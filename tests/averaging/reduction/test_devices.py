@@ -92,7 +92,7 @@ def test_a_queue_orders_the_calls_of_its_streams() -> None:
         working = cuda.current_stream(torch.device("cpu"))
         assert working is not cuda.default
         assert "backward" in working.known
-        assert "next forward" not in working.known  # the trainer continues beside the round
+        assert "next forward" not in working.known  # the trainer continues during the round
         cuda.call("encode 1")
     source, target = torch.arange(4), torch.zeros(4, dtype=torch.int64)
     fetch: Any = queue.fetch(source, target)
@@ -101,7 +101,7 @@ def test_a_queue_orders_the_calls_of_its_streams() -> None:
     assert "encode 1" in copies.known
     with queue.working():
         cuda.call("encode 2")
-    assert "encode 2" not in copies.known  # beside the copy
+    assert "encode 2" not in copies.known  # concurrent with the copy
     fetch.wait()
     assert fetch.event.synchronized
     assert fetch.event.known >= {"backward", "encode 1"}

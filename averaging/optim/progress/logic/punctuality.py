@@ -1,8 +1,8 @@
 """The timing of a slow peer's steps, so that it is punctual for rounds. Pure functions of the progress.
 
 A round begins when the epoch is full, and the others wait for a peer that is in the middle of a step. For a
-peer whose step is long beside the epoch it is cheaper to wait for the round itself: its own pause costs the
-swarm less than that of all others.
+peer whose step is long compared with the epoch it is cheaper to wait for the round itself: its own pause
+costs the swarm less than that of all others.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def absence_s(view: ProgressView, own: PeerId, samples_per_step: int) -> float:
 
 
 def _is_slow(view: ProgressView, own: PeerId) -> bool:
-    """Return whether this peer is slow beside the others."""
+    """Return whether this peer is slow compared with the others."""
     speeds = [
         peer.samples_per_s
         for peer_id, peer in view.peers.items()

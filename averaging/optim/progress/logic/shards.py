@@ -168,7 +168,7 @@ def sum_of_reports(reports: Mapping[PeerId, ProgressReport], now_s: float) -> Pr
 
 
 def median_of(sums: Sequence[ProgressTotal]) -> ProgressTotal | None:
-    """Return the median of three totals, each number separately; of two the lower, so that one liar beside
+    """Return the median of three totals, each number separately; of two the lower, so that one liar with
     a failed peer adds nothing.
 
     A single total is reduced to two peers: a larger shard would have more aggregators. Returns None for an
