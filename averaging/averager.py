@@ -149,7 +149,7 @@ class Averager:
         self._pending: PendingRound | None = None
         self._result_buffer = ResultBuffer(self._staging.queues)
         self._averages: Averages | None = None  # result of the pending round, until it is written back
-        self.runner: StepRunner | None = None  # of the last step
+        self.runner: StepRunner | None = None  # runner of the last step
         self._last_round_s, self._closed = 0.0, False
         self.met: tuple[Contact, ...] = ()  # the members of the last group that completed a round
         node.network.run(self._open(target_group_size, min_group_size), TURN_S_MAX)

@@ -37,7 +37,7 @@ class RoundResult:
 
     failed: bool
     reason: RoundFailure = ""
-    detail: str = ""  # after a retry also why the attempt before failed
+    detail: str = ""  # after a retry, also the reason of the previous failure
     peers: tuple[PeerId, ...] = ()  # members of the last group, in group order
     # fraction of the elements to which each member contributed
     contributions: Mapping[PeerId, float] = field(default_factory=dict)
@@ -101,7 +101,7 @@ class PendingRound:
         self._discarded: Literal["", "cancelled", "closed"] = ""  # why there will be no result
         self._committed = False
         self._future: concurrent.futures.Future[None] | None = None
-        self._task: asyncio.Task[None] | None = None  # that runs the round, once it has started
+        self._task: asyncio.Task[None] | None = None  # the task that runs the round, once it has started
 
     @property
     def done(self) -> bool:

@@ -43,7 +43,7 @@ class RoundOptions:
     round_key: str
     gathered: bytes  # msgpack
     timeout_s: float  # for everything, retries included
-    history: RoundLineage | None = None  # of a run whose electors must agree to the round
+    history: RoundLineage | None = None  # for a run whose electors must agree to the round
     is_cell: bool = False  # a round of a run that extends no history, in a cell of the grid
 
 
@@ -53,7 +53,7 @@ class StepOutcome:
 
     result: RoundResult
     averages: Averages | None  # to be written back; None: nothing to write
-    members: tuple[Contact, ...] = ()  # of the last group
+    members: tuple[Contact, ...] = ()  # members of the last group
     last_round_s: float  # duration of the last committed round, by which the next step plans
 
 

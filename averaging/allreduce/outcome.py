@@ -31,7 +31,7 @@ class RoundOutcome:
     digest: str
     # clipped members -> fraction of the elements; {} when failed
     clipped: Mapping[PeerId, float]
-    bytes_sent: int  # of tensors, framing included
+    bytes_sent: int  # bytes of tensors, framing included
     bytes_received: int
     # "total", "exchange" (until all was in place), "commit"; tensor work within: "encode", "reduce", "settle"
     seconds: Mapping[str, float]

@@ -27,7 +27,7 @@ class ChunkWork:
     def __init__(self, driver: RoundDriver) -> None:
         self._driver = driver
         self._values: dict[tuple[int, int], memoryview] = {}  # (chunk, member)
-        self._inputs: dict[int, dict[int, memoryview]] = {}  # of chunks that are being reduced
+        self._inputs: dict[int, dict[int, memoryview]] = {}  # contributions to chunks that are being reduced
         self._unchecked: dict[int, memoryview] = {}  # received averages
         self._to_check: deque[do.CheckAverage] = deque()
         self._to_reduce: deque[do.Reduce] = deque()

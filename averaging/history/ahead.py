@@ -16,7 +16,7 @@ class Ahead:
     """A history that this peer should follow: it extends this peer's own, or wins against it."""
 
     chain: Chain
-    contact: Contact  # of a peer that has it
+    contact: Contact  # a peer that has it
     epochs_given_up: int = 0  # epochs of this peer since the histories parted; 0: it is only behind
 
     @property

@@ -34,7 +34,7 @@ SIGNATURE_BYTES: Final = 64
 CONTRIBUTORS_MAX: Final = 256
 RESULT_BYTES_MAX: Final = DIGEST_BYTES + CONTRIBUTORS_MAX // 8
 EPOCH_MAX: Final = 1 << 40
-SAMPLES_MAX: Final = 1 << 40  # of one contributor in one round
+SAMPLES_MAX: Final = 1 << 40  # maximum of one contributor in one round
 GRID_ROUNDS_MAX: Final = 16  # rounds in one epoch: 2^16 peers in groups of two
 NO_HEAD: Final = bytes(DIGEST_BYTES)  # the head of a round without a history
 
@@ -73,13 +73,13 @@ class Proposal:
     """
 
     run: str
-    head: bytes  # which this round extends
-    epoch: int  # of the state after the round
+    head: bytes  # the head that this round extends
+    epoch: int  # epoch of the state after the round
     kind: RoundKind
     group_id: bytes  # one attempt at this round
     contributors: tuple[PeerId, ...]  # members whose weight is above 0, in group order
-    electors: tuple[PeerId, ...]  # of the next round, by `electors_after`
-    register: Register = NEW_REGISTER  # of the next round
+    electors: tuple[PeerId, ...]  # electors of the next round, computed by `electors_after`
+    register: Register = NEW_REGISTER  # register of the next round
     # electors that leave the list at once; the certificate contains their goodbyes
     gone: tuple[PeerId, ...] = ()
     new_hour: bool = False  # most electors agree that a quarter more may be admitted now
@@ -87,7 +87,7 @@ class Proposal:
     is_break: bool = False
     # rounds of the next epoch, through the cells of the grid; 1: one group has room for the whole swarm
     grid_rounds: int = 1
-    # of each contributor, in their order, as the group weighs them; (): nobody is credited with any
+    # samples of each contributor, in their order, as the group weighs them; (): nobody is credited
     samples: tuple[int, ...] = ()
     _digest: bytes = field(default=b"", init=False, repr=False, compare=False)  # cached after first use
 
@@ -224,7 +224,7 @@ class Vote:
     """
 
     voter: PeerId
-    result: bytes  # by `make_result`; b"": none
+    result: bytes  # made by `make_result`; b"": none
     signature: bytes
 
     def check(self, proposal: bytes) -> None:

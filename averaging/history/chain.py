@@ -28,12 +28,12 @@ class Chain:
     """A part of a history: certificates, each extending the one before."""
 
     head: bytes  # before the first certificate
-    electors: tuple[PeerId, ...]  # of that head
+    electors: tuple[PeerId, ...]  # electors of that head
     certificates: tuple[Certificate, ...]
-    root_epoch: int = 0  # of the state at `head`
+    root_epoch: int = 0  # epoch of the state at `head`
     root_line: bytes = b""  # the last break before `head`, as `Lineage.line`
-    root_grid_rounds: int = 1  # of the epoch after `head`
-    root_register: Register = NEW_REGISTER  # of `head`
+    root_grid_rounds: int = 1  # rounds of the epoch after `head`
+    root_register: Register = NEW_REGISTER  # register of `head`
 
     @property
     def last_head(self) -> bytes:

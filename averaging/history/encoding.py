@@ -28,9 +28,10 @@ from swarm.core.ids import PeerId
 CHAIN_BYTES_MAX: Final = (2 << 20) - (8 << 10)  # fits into a unary message
 # head, line, epoch, the keys of at most 64 electors, and of as many former ones and candidates
 ROOT_BYTES_MAX: Final = 8192
-# of the answer to one question about a history. Too large: a peer with a slow uplink does not answer in time
+# limit for the answer to one question about a history. Too large: a peer with a slow uplink does not answer
+# in time
 PART_BYTES_MAX: Final = 256 << 10
-# of all parts together: `CERTIFICATES_MAX` certificates of 64 contributors and 64 electors
+# limit for all parts together: `CERTIFICATES_MAX` certificates of 64 contributors and 64 electors
 PARTS_BYTES_MAX: Final = 4 << 20
 # a part with less room left than this has been cut: 256 contributors and 64 electors sign 40 KiB
 _CERTIFICATE_BYTES_MAX: Final = 64 << 10

@@ -19,7 +19,7 @@ class Promises:
     """
 
     attempt: bytes = b""  # attempt in which it voted for a result that may still be certified; b"": none
-    result: bytes = b""  # which it voted for there
+    result: bytes = b""  # the result that it voted for there
     has_ended: bool = False  # that attempt has ended for this peer without a known result
     closed: frozenset[bytes] = frozenset()  # attempts in which it votes for no result any more
     declined: frozenset[bytes] = frozenset()  # the subset in which it voted for none

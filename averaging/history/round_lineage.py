@@ -20,11 +20,11 @@ class RoundLineage:
 
     run: str
     key: str = ""  # only peers with equal keys meet for the round
-    head: bytes  # which the round extends
-    epoch: int  # of the state after the round
+    head: bytes  # the head that the round extends
+    epoch: int  # epoch of the state after the round
     kind: RoundKind
-    electors: tuple[PeerId, ...]  # of the head, in order of seniority
-    register: Register = NEW_REGISTER  # of the head
+    electors: tuple[PeerId, ...]  # electors of the head, in order of seniority
+    register: Register = NEW_REGISTER  # register of the head
     new_hour: bool = False  # according to this peer's clock, a quarter more electors may be admitted
     goodbyes: Mapping[PeerId, bytes]  # signatures of electors that have left
     is_break: bool = False  # the round commits without a quorum of the electors
@@ -32,7 +32,7 @@ class RoundLineage:
     # determines whose votes count
     extends: bool = True
     seats: int = 0  # peers that are expected in the electors' cell, where the round is held; 0: it is not
-    grid_rounds: int = 1  # of the next epoch, as this peer sees the swarm
+    grid_rounds: int = 1  # rounds of the next epoch, by this peer's view of the swarm
     peers: int = 0  # in the swarm, as far as this one knows; 0: unknown
     # Given the contributors of a group, it returns why that group cannot commit, or "".
     may_begin: Callable[[Sequence[PeerId]], Awaitable[str]]

@@ -89,7 +89,7 @@ class AuxiliaryPeer:
         self._config = config or OptimizerConfig()
         self.node, self.run_id = node, open_run_id(run)
         self._closed = False
-        self._epoch: int | None = None  # of the next round; None: as the trainers say
+        self._epoch: int | None = None  # epoch of the next round; None: that of the trainers
         node.network.run(self._open(), TURN_S_MAX)
 
     async def _open(self) -> None:

@@ -26,7 +26,7 @@ class RoundPlan:
     epoch: int  # in which the round is held
     weight: float
     gather: Any
-    timeout_s: float  # of one round
+    timeout_s: float  # limit for one round
     # returns the value to gather in the next round, computed from the gathered values of the last one
     merge: Callable[[Sequence[Any]], Any]
     # receives the result of one round and writes the averages into the tensors

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _HISTORY_TIMEOUT_S = 2.0
 RECEIPT_TIMEOUT_S = 5.0
-SIGNATURES_BYTES_MAX = 8192  # of every elector, with its key
+SIGNATURES_BYTES_MAX = 8192  # signatures of all electors, with their keys
 
 REPORT = Method(
     name="/swarm.Run/Report",

@@ -39,11 +39,12 @@ class GridRound:
         """
         self._plan, self._history, self._node = plan, history, plan.averager.node
         self._is_obsolete, self._grace_s, self._obsolete_s = is_obsolete, grace_s, math.inf
-        self._rounds, self._number = self._history.grid_rounds, 1  # of the round in progress
+        # number of rounds, and number of the round in progress
+        self._rounds, self._number = self._history.grid_rounds, 1
         self._began_as_break = history.is_break
         self._weight, self._gather = plan.weight, plan.gather
         self._met: dict[PeerId, Contact] = {}
-        self._averaged: RoundResult | None = None  # of the last round that succeeded
+        self._averaged: RoundResult | None = None  # result of the last round that succeeded
         # the first round that succeeded, which contains this peer's own values
         self._first: RoundResult | None = None
         self._outcome: RoundResult | None = None

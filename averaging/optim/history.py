@@ -67,7 +67,7 @@ class RunHistory:
         # `_has_left`: this peer said goodbye and does not vote any more
         self._probed_s, self._has_left = -1e9, False
         self._sleep = SleepWatch(node.clock.swarm_s)
-        self.removed = frozenset[PeerId]()  # by the run's owner: not waited for; replaced as a whole
+        self.removed = frozenset[PeerId]()  # removed by the run's owner: not waited for; replaced as a whole
         self.has_parted = False  # the last loaded state belongs to a history without this peer's own work
         self._strange: list[list[Contact]] = []  # for each head that strangers report, the peers to ask
 

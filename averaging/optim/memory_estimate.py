@@ -27,7 +27,7 @@ class MemoryPerParameter:
 
     device: float  # peak, on the parameters' device
     host: float  # peak
-    device_kept: float  # of `device`, the part that is always allocated
+    device_kept: float  # the part of `device` that is always allocated
     host_kept: float
 
 

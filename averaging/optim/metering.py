@@ -32,7 +32,7 @@ class Pace:
 
     epoch: int
     samples_per_s: float
-    head: str = ""  # of this peer's history, in hexadecimal
+    head: str = ""  # head of this peer's history, in hexadecimal
     line: str = ""  # the head after the last break of it
 
 

@@ -110,7 +110,7 @@ class _Group:
         edges = [0, *accumulate(sizes)]
         self._starts = [0, *accumulate(numels)]
         self.blocks = [link.host_memory(size, dtype) for size in sizes]
-        # of each tensor: its fragments with their memory
+        # for each tensor: its fragments with their memory
         self._pieces: dict[int, list[tuple[Fragment, torch.Tensor]]] = {}
         for edge, block, pieces in zip(edges, self.blocks, fragments_between(numels, edges), strict=False):
             for piece in pieces:

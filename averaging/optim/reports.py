@@ -17,7 +17,7 @@ class LoadResult:
     """
 
     loaded: bool
-    epoch: int  # of this peer, after the call
+    epoch: int  # epoch of this peer after the call
     reason: str = ""
     alone: bool = False  # not loaded because no other peer takes part in the run
     donors: Mapping[PeerId, int] = field(default_factory=dict)  # bytes from each donor
@@ -36,12 +36,12 @@ class LoadResult:
 class StepReport:
     """Result of one call of `Optimizer.step`."""
 
-    epoch: int  # of this peer, after the call
+    epoch: int  # epoch of this peer after the call
     stepped: bool  # the epoch was completed and the parameters changed
     # accepted in this call; on CUDA, gradients that are not finite are found later and count in a later
     # `dropped`
     samples: int
-    accumulated: int  # of this peer in its present epoch, after the call
+    accumulated: int  # samples of this peer in its present epoch, after the call
     # this peer's samples in the completed epoch's average; `round.weights` has their weights
     contributed: int = 0
     dropped: int = 0  # samples dropped in this call, of this call or of earlier ones
@@ -53,7 +53,7 @@ class StepReport:
     rounds_failed: int = 0  # in this call
     # over the state, when it was due: its digest is equal on all members
     state_round: RoundResult | None = None
-    # of that round: distance of this peer's parameters from the average, as a relative norm
+    # distance of this peer's parameters from the average of that round, as a relative norm
     drift: float | None = None
     # own epochs that this peer discarded, because its history had parted from the swarm's while it was cut
     # off

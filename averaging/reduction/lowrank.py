@@ -28,7 +28,7 @@ import torch
 from swarm.core.errors import UsageError
 
 RANK_MAX = 1024
-# of a column's norm: a smaller remainder after projection is rounding error, and no direction
+# fraction of a column's norm: a smaller remainder after projection is rounding error, and no direction
 _REMAINDER_MIN = 2.0**-20
 _HOST_ELEMENTS = 1 << 15  # processed at once on the host: fits the cache, and wakes no team of threads
 # up to this many multiplications OpenBLAS, which NumPy uses, wakes no team of threads either
@@ -74,8 +74,8 @@ class Matrix:
     n: int
     m: int
     rank: int
-    p_start: int  # of p, by rows, in the vector of the first all-reduce
-    q_start: int  # of q, by rows, in that of the second
+    p_start: int  # start of p, by rows, in the vector of the first all-reduce
+    q_start: int  # start of q, by rows, in that of the second
 
     @property
     def p_stop(self) -> int:

@@ -69,10 +69,10 @@ class _Step:
     # copies on devices of the tensors that are no matrices, flat float32, with their targets on the host
     others: list[tuple[torch.Tensor, torch.Tensor]]
     before: list[torch.Tensor] | None  # every tensor's values, for a difference
-    first: FlatVector | None = None  # of the first all-reduce, once it was computed
+    first: FlatVector | None = None  # vector of the first all-reduce, once it was computed
     basis: list[torch.Tensor] = field(default_factory=list)  # p of each matrix, on the host
     sent: list[torch.Tensor] = field(default_factory=list)  # q of each matrix as this member gave it
-    mean: torch.Tensor | None = None  # of the second vector
+    mean: torch.Tensor | None = None  # mean of the second vector
 
 
 class LowRank:

@@ -44,7 +44,7 @@ _SUM_WIDTH = 64  # partial sums over a chunk have this width until its end
 # centered_clip: steps towards the centre; they are cheap, and each lets dishonest members pull once more
 CLIP_ITERATIONS = 5
 PAIR_RATIO_MAX = 4.0  # median_of_three: a weight is a claim
-_SETTLED = 1e-6  # of the radius: iteration stops when the centre moves less
+_SETTLED = 1e-6  # fraction of the radius: iteration stops when the centre moves less
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.environments import NoEnvironment
 
-# "cpu": the same programs at small sizes on the host, to find errors in them before a GPU is there
+# "cpu": the same programs at small sizes on the host, to find errors in them before a GPU is available
 DEVICE_VARIABLE = "SWARM_GPU_DEVICE"
 # keeps a figure: its name, value and unit, and the bounds `at_most` and `at_least`
 Figure = Callable[..., None]

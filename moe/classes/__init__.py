@@ -84,7 +84,7 @@ def make(
         result = factory(settings)
     except SwarmError:
         raise
-    except (Exception, SystemExit) as error:  # of the user's own code
+    except (Exception, SystemExit) as error:  # raised by the user's code
         raise UsageError(
             f"the expert class {name!r} failed: {type(error).__name__}: {error}. {_SIGNATURE}"
         ) from error

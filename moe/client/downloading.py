@@ -94,7 +94,7 @@ class _Given:
 class AgreedState:
     """The state on which the replicas of an expert agree."""
 
-    reply: ExpertStateReply  # of the server in the middle by its version
+    reply: ExpertStateReply  # from the server whose version is the median
     header: dict[str, object]  # likewise
     tensors: dict[str, torch.Tensor]
     compared: int

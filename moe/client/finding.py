@@ -33,7 +33,7 @@ class FoundReplica:
 
     peer_id: PeerId
     version: int | None  # optimizer steps and averages so far; None: the server did not say
-    schema: str  # of its inputs and outputs; "" when the server did not say
+    schema: str  # schema of its inputs and outputs; "" when the server gave none
     frozen: bool  # it does not learn
     batch_size_max: int  # samples of one request; 0 when the server did not say
     wait_s: float  # how long a request would wait now

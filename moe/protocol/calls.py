@@ -173,7 +173,8 @@ class ExpertCalls:
         self._channels, self._pool = channels, pool
         self._schemas: OrderedDict[bytes, ExpertSchema] = OrderedDict()  # by digest
         self._open = CallSlots()
-        self._asking: dict[tuple[PeerId, bytes], asyncio.Lock] = {}  # of servers that are describing a schema
+        # held while a server is asked for a schema
+        self._asking: dict[tuple[PeerId, bytes], asyncio.Lock] = {}
 
     @classmethod
     def from_node(cls, node: Node) -> ExpertCalls:

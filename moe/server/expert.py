@@ -32,7 +32,7 @@ Gradients: TypeAlias = Sequence[torch.Tensor | None]
 class JointBatch:
     """The gradients that an expert has gathered for a joint step with its replicas."""
 
-    samples: int  # whose gradients are in the sum
+    samples: int  # samples whose gradients are in the sum
     counted: int  # with samples that an earlier step had too many
     gradients: dict[int, torch.Tensor]  # by the parameter's number
 

@@ -38,7 +38,7 @@ class Job:
     size_bytes: int
     codec: Codec | None  # for encoding the results
     is_stranger: bool = False  # its caller, when it came
-    sequence_length: int = 0  # of the inputs, where the schema lets it vary
+    sequence_length: int = 0  # length of the inputs' sequences, where the schema lets it vary
 
     @property
     def is_backward(self) -> bool:

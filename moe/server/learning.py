@@ -60,7 +60,8 @@ class ExpertLearner:
             schedule(self.optimizer) if schedule is not None and self.optimizer is not None else None
         )
         self._clip_norm = clip_norm
-        self.update_norm_max: float | None = None  # of a step, as a fraction of the parameters' norm
+        # largest norm of a step, as a fraction of the parameters' norm
+        self.update_norm_max: float | None = None
         self._gathered: dict[int, torch.Tensor] = {}  # gradients of the masters, by the parameter's number
         self._names, self._state = _state_of(module, self)
 

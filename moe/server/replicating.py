@@ -1,10 +1,10 @@
 """Replicas: an expert that several servers host has nearly the same parameters on all of them.
 
-A server takes over the state of an expert, with optimizer and buffers, from a replica that is there before it
+A server takes over the state of an expert, with optimizer and buffers, from an existing replica before it
 declares its own. Afterwards all servers average at the same moments of swarm time (multiples of a period),
 while they compute: what an expert learns during a round is added to the average. Two replicas count by the
 steps since their last common version, within limits; from three on the median counts, so that one liar among
-three changes little. Every shared expert has its turn, however many there are.
+three changes little. All shared experts are averaged in turn, however many there are.
 
 A replica whose state is not known to be that of the others, because it resumed from a checkpoint or the
 others were not found when it started, compares its lineage with theirs before the first averages, and takes

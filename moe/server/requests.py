@@ -56,7 +56,7 @@ class KeptInputs:
 
     tensors: list[ReceivedTensor]
     shape: tuple[int, int]  # samples, and the length of their sequences
-    versions: list[int]  # of the tensors: a module may write into its inputs
+    versions: list[int]  # torch's versions of the tensors: a module may write into its inputs
 
     @classmethod
     def snapshot(cls, tensors: list[ReceivedTensor], request: ExpertRequest) -> KeptInputs:
@@ -86,7 +86,7 @@ class AdmittedRequest:
     caller: PeerId
     request: ExpertRequest
     headers: list[Header]
-    leaves: Sequence[Leaf]  # of the payload's tensors
+    leaves: Sequence[Leaf]  # leaves of the payload's tensors
     size_bytes: int
     codec: Codec | None
     is_backward: bool

@@ -71,7 +71,7 @@ class Transfer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReadyAnswers:
-    """Outcomes that are there already. `is_final` means that computing a failed job by itself would not help.
+    """Outcomes that are already known. `is_final` means that computing a failed job by itself would not help.
     Satisfies `Answers`.
     """
 

@@ -28,7 +28,7 @@ class Running:
 
     pid: int
     started_s: float  # Unix time; distinguishes the process from a later one with the same id
-    name: str  # of the run
+    name: str  # name of the run
     run_id: str
     peer_id: str
     addresses: Sequence[str]

@@ -138,7 +138,7 @@ class _FoundRun:
     listing: RunListing
     signed: SignedSpecification | None
     estimate: RunEstimate | None
-    asks: str = ""  # of a volunteer
+    asks: str = ""  # what the run requires of a volunteer
     problem: str = ""
 
     def rank(self) -> tuple[int, str]:

@@ -54,7 +54,7 @@ class ServeChoices:
     """The options of `swarm serve`."""
 
     given: frozenset[str]  # the options in `_GRID_OPTIONS` that the user has set
-    file: Path | None  # of a grid
+    file: Path | None  # the grid file
     addresses: tuple[str, ...]
     grid: str | None
     experts: tuple[str, ...]

@@ -23,7 +23,7 @@ from swarm.core.files import write_private
 from swarm.core.home import home
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}")
-_LABEL = "net.swarm-train"  # of agents of launchd
+_LABEL = "net.swarm-train"  # label of the launchd agent
 _COMMAND_S_MAX = 30.0
 _NAME_OPTION = click.option(
     "--as", "name", metavar="NAME", default=None, help="Which service. [default: the only one]"

@@ -22,7 +22,8 @@ from swarm.compression.segments import MAGNITUDE_MAX, SegmentCodec, inverse, rou
 _TERNARY_GRID = 1 << 16  # sums of 128 of these are exact in float32
 _SIGN_GRID = 1 << 17
 _SIGN_SUM = 128
-_THRESHOLD = 0.75  # of the mean magnitude: values below it become 0 (0.77 is best for a normal distribution)
+# fraction of the mean magnitude: values below it become 0 (0.77 is best for a normal distribution)
+_THRESHOLD = 0.75
 
 
 @dataclass(frozen=True, slots=True)

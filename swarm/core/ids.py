@@ -21,20 +21,20 @@ import base58
 
 from swarm.core.errors import PeerError, UsageError
 
-ADDRESSES_MAX = 8  # of one peer: remembered, dialed, in a message or a record
-RELAYS_MAX = 3  # of one peer, within these: it keeps reservations at two, and changes one at a time
+ADDRESSES_MAX = 8  # maximum for one peer: remembered, dialed, in a message or a record
+RELAYS_MAX = 3  # maximum for one peer, within these: it keeps reservations at two, and changes one at a time
 _CIRCUIT = "/p2p-circuit"
 # Multihash: identity (0x00), 36 bytes; protobuf PublicKey: field 1 (type) = Ed25519 (1), field 2 (data) = 32
 # bytes.
 _PEER_ID_PREFIX = bytes.fromhex("002408011220")
-_PEER_ID_CHARACTERS = 52  # of an Ed25519 PeerID in base58
+_PEER_ID_CHARACTERS = 52  # length of an Ed25519 PeerID in base58
 _PUBLIC_KEY_BYTES = 32
 _HOST_NAME = re.compile(
     r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})?(\.[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})?)*\.?"
 )
 _KEY_BYTES_MAX = 256
 RUN_ID = re.compile(r"[a-z2-7]{20}")
-RUN_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")  # of a run with a specification
+RUN_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")  # name of a run with a specification
 _RUN_NAME_CHARACTERS_MAX = 100
 _TARGET_SCHEMES = {"ip4": "ipv4", "ip6": "ipv6", "dns": "dns"}  # gRPC's names for them
 

@@ -42,7 +42,7 @@ SOURCES = {
 }
 HANDSHAKE_BYTES_MAX = 4096  # both messages of a peer together; those of an honest peer have about 250
 _MESSAGE_BYTES_MAX = 65_535
-PLAINTEXT_BYTES_MAX = _MESSAGE_BYTES_MAX - 16  # of one message, which carries a tag
+PLAINTEXT_BYTES_MAX = _MESSAGE_BYTES_MAX - 16  # maximum of one message, which carries a tag
 
 
 @dataclass(frozen=True, slots=True)

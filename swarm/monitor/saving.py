@@ -70,7 +70,7 @@ class StateSaver:
     electors: Callable[[], Awaitable[Sequence[Contact]]]
     config: StateSavingConfig
     saved: int = 0
-    _epoch: int = -1  # of the last checkpoint
+    _epoch: int = -1  # epoch of the last checkpoint
     _last_failure: str = ""
     _state: tuple[TrainingState, list[str], Checkpoints] | None = None
 

@@ -26,7 +26,7 @@ _FINAL_S_MAX = 1.0
 class CheckpointConfig:
     """Folder and interval of checkpoints."""
 
-    folder: Path  # of this run
+    folder: Path  # folder of this run
     every_s: float = 600.0  # 0: never
     kept_max: int = 3
     from_scratch: bool = False  # ignore stored checkpoints, even if no peer has a state
@@ -49,7 +49,7 @@ class CheckpointWriter:
         self._checkpoints = Checkpoints(config.folder, kept_max=config.kept_max)
         self._writing: threading.Thread | None = None
         self._next_s = time.monotonic() + config.every_s
-        self._epoch = -1  # of the last checkpoint
+        self._epoch = -1  # epoch of the last checkpoint
         self._write_s = 0.0  # duration of the last write
 
     def resume(self, optimizer: Optimizer) -> bool:

@@ -60,8 +60,8 @@ class RunFound(Event):
     traffic_bytes_per_hour: float | None
     peers: int  # volunteers that train already
     downloads: list[str]  # downloads of the task from outside the swarm
-    message: str = ""  # of the owner to volunteers
-    pauses: list[str] = field(default_factory=list)  # that the owner has planned, in local time
+    message: str = ""  # the owner's message to volunteers
+    pauses: list[str] = field(default_factory=list)  # pauses that the owner has planned, in local time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,14 +157,14 @@ class EpochDone(Event):
     epoch: int  # number of complete epochs
     loss: float  # mean over this peer's samples of the epoch
     validation_loss: float | None  # only in some epochs
-    samples: int  # of this peer in this epoch
+    samples: int  # samples of this peer in this epoch
     samples_per_s: float
     swarm_samples_per_s: float
     peers: int  # members of the round
-    sent_bytes: int  # of this peer in this epoch's rounds
+    sent_bytes: int  # bytes that this peer sent in this epoch's rounds
     round_s: float
-    digest: str | None  # of the averaged vector; equal on every member
-    state_digest: str | None  # of the canonical state; only in epochs that averaged it
+    digest: str | None  # digest of the averaged vector; equal on every member
+    state_digest: str | None  # digest of the canonical state; only in epochs that averaged it
     drift: float | None  # relative norm of parameters minus average; only in epochs that averaged the state
     metrics: dict[str, float] = field(default_factory=dict)  # what the task measured with the validation
 
@@ -232,13 +232,13 @@ class Finished(Event):
     validation_loss: float | None = None
     seconds: float = 0.0
     sent_bytes: int = 0
-    digest: str | None = None  # of the last averaged vector
+    digest: str | None = None  # digest of the last averaged vector
     digest_epoch: int | None = None
     # Estimates from before joining and measured peaks. Those of the device are 0 without a CUDA device.
     memory_bytes: int = 0  # estimated host memory of the process
     memory_peak_bytes: int = 0
     device_memory_bytes: int = 0  # estimated
-    device_memory_peak_bytes: int = 0  # of tensors
+    device_memory_peak_bytes: int = 0  # memory of tensors
     device_memory_reserved_bytes: int = 0  # peak that torch's allocator reserved
 
 

@@ -50,7 +50,7 @@ class GridCodecs(SpecificationTable):
 
     inputs: str | None = Field(default=None, max_length=64)  # activations sent to an expert
     outputs: str | None = Field(default=None, max_length=64)  # activations that it returns
-    gradients: str | None = Field(default=None, max_length=64)  # of outputs, sent to it
+    gradients: str | None = Field(default=None, max_length=64)  # gradients of outputs, sent to it
     input_gradients: str | None = Field(default=None, max_length=64)  # gradients that it returns
 
     @field_validator("inputs", "outputs", "gradients", "input_gradients")

@@ -26,7 +26,7 @@ class VolunteerLimits:
     """Limits that the volunteer sets for its machine."""
 
     hours: Hours = ALWAYS  # local time; the volunteer trains only in these hours
-    memory_bytes_max: int | None = None  # of this process; None: no limit
+    memory_bytes_max: int | None = None  # limit for this process; None: no limit
     idle_s: float = 0.0  # train only while nobody has used the machine for this time; 0: always
     yields_gpu: bool = True  # pause while another program computes on the device
     on_battery: bool = False  # train on battery, too

@@ -39,7 +39,7 @@ _SLACK = 1.1  # allocators keep unused memory between blocks
 class MemoryEstimate:
     """Peak memory of a volunteer. Unless the model is on a CUDA device, all of it is host memory."""
 
-    host_bytes: int  # of the whole process
+    host_bytes: int  # memory of the whole process
     device_bytes: int  # on the CUDA device, without the CUDA context; 0 for other devices
 
 
@@ -133,8 +133,8 @@ def peak_bytes() -> int:
 class DevicePeak:
     """Peak memory of this process on a CUDA device; zeros for other devices."""
 
-    allocated_bytes: int = 0  # by tensors
-    reserved_bytes: int = 0  # by torch's allocator, including the space between tensors
+    allocated_bytes: int = 0  # memory used by tensors
+    reserved_bytes: int = 0  # memory reserved by torch's allocator, including the space between tensors
 
 
 def device_peak(device: torch.device) -> DevicePeak:

@@ -105,7 +105,7 @@ class OwnedSpecification(SpecificationTable):
             table = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             raise UsageError(f"{where} is not valid TOML: {error}") from error
-        except (ValueError, RecursionError) as error:  # of thousands of digits or brackets
+        except (ValueError, RecursionError) as error:  # a number or brackets with thousands of characters
             raise UsageError(f"{where} is not valid TOML: a value is too long or nests too deep") from error
         _check_bounds(table, where)
         return cls.from_table(table, where)

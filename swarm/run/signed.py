@@ -60,7 +60,7 @@ class SignedSpecification:
     version: int
     created_s: float  # swarm time at which version 1 was signed: `end.seconds` counts from here
     blob: bytes  # the encoded, signed specification
-    handover: Handover | None = None  # by which the owner got the run; None for its founder
+    handover: Handover | None = None  # the handover by which the owner got the run; None for its founder
 
     @property
     def founder(self) -> PeerId:

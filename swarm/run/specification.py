@@ -54,9 +54,10 @@ class OptimizerChoice(SpecificationTable):
     name: Annotated[str, Field(pattern=_OPTIMIZER)] = "adamw"
     learning_rate: _Positive = 1e-3
     weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    betas: tuple[_Fraction, _Fraction] = (0.9, 0.95)  # of adam and adamw, and of muon's AdamW
-    momentum: _Fraction = 0.9  # of sgd and muon; for muon 0.95 is usual
-    settings: dict[str, Any] = Field(default_factory=dict)  # of an optimizer of the task, which checks them
+    betas: tuple[_Fraction, _Fraction] = (0.9, 0.95)  # for adam and adamw, and for muon's AdamW
+    momentum: _Fraction = 0.9  # for sgd and muon; for muon 0.95 is usual
+    # settings of an optimizer of the task, which checks them
+    settings: dict[str, Any] = Field(default_factory=dict)
     # the swarm's averaged gradient is scaled down to this norm before the step; None: no clipping
     clip_norm: _Positive | None = None
     schedule: Schedule = Schedule()
@@ -125,7 +126,7 @@ class RunSpecification(OwnedSpecification):
     batch_size: Annotated[int, Field(ge=1, le=1 << 20)]  # samples of one step of one volunteer
     target_group_size: Annotated[int, Field(ge=2, le=256)] = 64
     state_sync_epochs: Annotated[int, Field(ge=1, le=1 << 20)] | None = None  # None: the mode's default
-    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0  # of the initial parameters
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0  # seed of the initial parameters
     task: TaskChoice
     optimizer: OptimizerChoice = OptimizerChoice()
     end: End = End()
@@ -133,7 +134,7 @@ class RunSpecification(OwnedSpecification):
     # set by the owner with `swarm change`: no peer trains; members stay and keep the state
     paused: bool = False
     pauses: tuple[PlannedPause, ...] = Field(default=(), max_length=PAUSES_MAX)  # likewise, by the clock
-    # of the owner to volunteers, one line; likewise
+    # the owner's message to volunteers, one line; likewise
     message: str = Field(default="", max_length=MESSAGE_CHARACTERS_MAX)
 
     def is_paused(self, now_s: float) -> bool:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from swarm.run.task import Task
 
 _log = logging.getLogger(__name__)
-_TEXT_CHARACTERS_MAX = 500  # of the text of an exception
+_TEXT_CHARACTERS_MAX = 500  # maximum length of an exception's text
 
 
 @contextlib.contextmanager

@@ -293,7 +293,10 @@ class Internet:
         router, host = f"{self._prefix}{name}nat", self.routers[name]
         assert self.connections_of_router(name), "there is nothing to forget"
         _run("ip", "-n", router, "link", "set", "out", "down")  # the kernel forgets what it translates there
-        assert not self.connections_of_router(name)
+        deadline_s = time.monotonic() + 2.0
+        while left := self.connections_of_router(name):
+            assert time.monotonic() < deadline_s, f"the router still knows {left} connections"
+            time.sleep(0.05)
         _run("ip", "-n", router, "link", "set", "out", "up")
         _run("ip", "-n", router, "route", "add", "default", "via", f"{host.rpartition('.')[0]}.1")
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 from swarm.node import Node
 from swarm.run import events
 from tests.wire.volunteers import HERE, TABLE, VolunteerThread, created_run
@@ -19,7 +17,7 @@ def test_two_volunteers_train_one_model_with_experts() -> None:
             digests: list[dict[int, str | None]] = []
             for one in peers:
                 one.wait(events.EpochDone, lambda event: event.peers == 2 and event.epoch >= 4)
-                done = [cast(events.EpochDone, e) for e in one.events if isinstance(e, events.EpochDone)]
+                done = [event for event in one.events if isinstance(event, events.EpochDone)]
                 digests.append({event.epoch: event.digest for event in done if event.peers == 2})
             common = digests[0].keys() & digests[1].keys()
             assert common

@@ -57,7 +57,10 @@ const cut = [...document.querySelectorAll('td')]
 const cards = [...document.querySelectorAll('section')].filter((one) => one.offsetHeight);
 const over = cards.filter((one) => one.scrollHeight > one.clientHeight + 1)
   .map((one) => `too long: ${one.textContent.trim().slice(0, 40)}`);
-return [...wide, ...cut, ...over];
+const scrolled = [...document.querySelectorAll('.scroll')]
+  .filter((one) => one.scrollWidth > one.clientWidth + 1)
+  .map((one) => `to be scrolled: ${one.textContent.trim().slice(0, 40)}`);
+return [...wide, ...cut, ...over, ...scrolled];
 """
 _COLORS = """
 return [...document.querySelectorAll('.chart')].map((card) => {

@@ -52,7 +52,7 @@ UNKNOWN_PEER_SHARE = 1 / 6
 @dataclass(slots=True)
 class _Lateness:
     account_s: float  # seconds for which searches may wait for the peer
-    usual: DelayEstimate | None = None  # of its lateness; None: never seen
+    usual: DelayEstimate | None = None  # estimate of its lateness; None: never seen
     misses: int = 0  # consecutive rounds that began without it while it was idle
 
 

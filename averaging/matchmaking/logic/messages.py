@@ -71,7 +71,7 @@ class Rank:
 class LookForGroup:
     """Announcement that a peer looks for a group."""
 
-    contact: Contact  # of the sender; the service has checked that the peer id is the caller's
+    contact: Contact  # the sender; the service has checked that the peer id is the caller's
     round_key: str  # only peers with equal keys form a group; "" if the caller gave none
     schema: bytes  # hash over tensor shapes, dtypes, codec, aggregation
     schema_text: str  # the same in words, for the error message of the other peer
@@ -102,7 +102,7 @@ class Answer:
     """Status of the asked peer: the reply to a `LookForGroup`, and to a `Join` that led to no group."""
 
     status: PeerStatus
-    round_key: str = ""  # of the search or round that it is in
+    round_key: str = ""  # key of the search or round that it is in
     deadline_s: float = 0.0  # its rank, when it is searching or following
     can_lead: bool = True
     leader: Leader | None = None  # the peer that it follows
@@ -156,7 +156,7 @@ class Precedence:
     # electors of the head that the group extends, equal in all searches under one key; empty: all peers are
     # equal
     electors: frozenset[PeerId] = frozenset()
-    is_member: IsMember = _nobody  # of the run
+    is_member: IsMember = _nobody  # whether a peer is a member of the run
     is_proven: IsMember = _nobody  # whether it is a member or has contributed to a certified round
     is_passed_over: IsMember = _nobody  # whether this peer currently avoids groups with it
     is_holding: IsMember = _nobody  # whether the reason is that it led a group and did not begin
@@ -210,7 +210,7 @@ class CellLookup:
     contact: Contact
     schema: bytes
     place: str
-    round_key: str  # of its search, or ""
+    round_key: str  # key of its search, or ""
     turn: int
     leaves: bool = False
 

@@ -46,7 +46,7 @@ class Search:
     member: Member
     query: LookForGroup
     table: PeerTable
-    group_size: int  # of a full group
+    group_size: int  # size of a full group
     started_s: float
     begin_by_s: float  # when this peer, as leader, begins with the followers it has
     followers: dict[PeerId, GroupFollower] = field(default_factory=dict)

@@ -71,7 +71,7 @@ class Cells:
         own = exchange.own
         self.grid = AveragingGrid(own, group_size)
         self.members = CellMembers(_ENTRY_TTL_S)
-        self.place: Place | None = None  # of the search in progress
+        self.place: Place | None = None  # place in the search in progress
         self._own, self._name, self._schema = own, name, schema
         self._group_size, self._ledger = group_size, exchange.ledger_of(name.run)
         self._presence, self._caller, self._clock = presence, exchange.caller, exchange.clock

@@ -66,7 +66,7 @@ class GradientsMode:
             make_link=parts.make_link,
         )
         self._round_means = [zeros_like(buffer) for buffer in self._accumulator.buffers] if delayed else None
-        # of a delayed round: its samples, and which parameters had a gradient
+        # for a delayed round: its samples, and which parameters had a gradient
         self._in_round: tuple[int, list[bool]] | None = None
         self._is_late = False  # gradients of the epoch before are among the accumulated ones
         self._suspended: _Suspended | None = None

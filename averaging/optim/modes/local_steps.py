@@ -84,7 +84,7 @@ class LocalSteps:
         self.state = TrainingState(self.outer, parts.extras, parts.scheduler)
         self.newcomer = False  # the next round must not count this peer's progress
         self.total = 0  # samples since the beginning
-        self.counted = 0  # of `total`: samples in committed rounds, or dropped
+        self.counted = 0  # the part of `total` that is in committed rounds, or dropped
         self.dropped = 0  # value of `total` when something was dropped last
         # value of `total` when the running round began
         self._round_began_at: int | None = None

@@ -68,7 +68,7 @@ class Diloco:
     name: ClassVar[str] = "diloco"
 
     outer_lr: float = 0.7  # learning rate of the outer step
-    momentum: float = 0.9  # of the outer step; 0: none, and no tensors for it
+    momentum: float = 0.9  # momentum of the outer step; 0: none, and no tensors for it
     nesterov: bool = True  # look ahead along the momentum, as DiLoCo does
     # number of fragments of the model, of equal size. 1: the whole model each epoch, while training waits.
     # More: each epoch synchronises the next fragment while training continues, so that a fragment's period is

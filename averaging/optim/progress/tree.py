@@ -48,7 +48,7 @@ class Tree:
     def __init__(self, dht: DhtService, run: str, own: PeerId, now_s: float) -> None:
         self._dht, self._run, self.own = dht, run, own
         self.bits = 0
-        self._electors: Collection[PeerId] = ()  # of this peer's head
+        self._electors: Collection[PeerId] = ()  # electors of this peer's head
         # of the whole run, as far as it is known; None in a small one
         self.total: ProgressTotal | None = None
         # the total that this peer publishes to its shard as an aggregator

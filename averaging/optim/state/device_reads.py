@@ -210,7 +210,7 @@ class HostCopy:
         self.queued_bytes = 0  # number of leading bytes that are copied or in transit
         self.copied_bytes = 0  # number of leading bytes that are in the blob
         self._layout, self._tensors, self._reads = layout, list(tensors), reads
-        # of the tensor that was read last: a window may end within it
+        # bytes of the tensor that was read last: a window may end within it
         self._flat: tuple[int, torch.Tensor] | None = None
         self._free: list[torch.Tensor] = []
         self._buffers = 0

@@ -85,8 +85,8 @@ class BlobLayout:
     """
 
     prefix: bytes
-    starts: list[int]  # of each tensor, in bytes from the beginning of the blob
-    lengths: list[int]  # of each tensor, in bytes
+    starts: list[int]  # start of each tensor, in bytes from the beginning of the blob
+    lengths: list[int]  # length of each tensor, in bytes
     total_bytes: int
 
     def spans(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:

@@ -58,7 +58,7 @@ class Gathering:
         self._answered_B = np.zeros(batch, np.int64)
         self._pending_B = np.zeros(batch, np.int64)
         self._suspected_B = np.zeros(batch, np.int64)
-        self._rows: dict[int, _Rows] = {}  # of pending experts
+        self._rows: dict[int, _Rows] = {}  # rows of pending experts
         self._suspected: set[int] = set()
         self._expected_s: dict[int, float] = {}
         self._satisfied_s: float | None = None

@@ -40,7 +40,7 @@ class SwitchConfig:
     grid_dropout: float = 1.0  # probability with which each coordinate is kept; 1: all are
     # the gate's input (not the experts') is multiplied by 1 - this to 1 + this, per element
     jitter_eps: float = 1e-2
-    codecs: WireCodecs = UNCOMPRESSED  # of activations and gradients on the network
+    codecs: WireCodecs = UNCOMPRESSED  # codecs of activations and gradients on the network
 
     def __post_init__(self) -> None:
         if not (0.0 < self.grid_dropout <= 1.0 and 0.0 <= self.jitter_eps < 1.0):

@@ -37,7 +37,7 @@ class PipelineOptions:
     """The stages and limits of a pass."""
 
     stages: tuple[ExpertUid, ...]
-    timeout_s: float  # of a whole pass, forward or backward
+    timeout_s: float  # limit for a whole pass, forward or backward
     # timeout of one attempt at one stage; then another peer is asked. Too small: work of slow peers is wasted
     stage_timeout_s: float
     # in samples. Too small: round trips cost more than the work; too large: stages wait for one another

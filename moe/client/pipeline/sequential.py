@@ -39,7 +39,7 @@ _DEFAULT_MICRO_BATCHES = 4  # the number of micro-batches when no size is given
 class PipelineConfig:
     """Settings of pipelines that rarely need a change."""
 
-    # of one attempt at one stage with one micro-batch, then another peer is asked
+    # limit for one attempt at one stage with one micro-batch; then another peer is asked
     stage_timeout_s: float = 10.0
     # micro-batches processed at a time; more of them hide the links' delay and keep more stages busy
     in_flight_max: int = 8
@@ -96,7 +96,7 @@ class RemoteSequential(nn.Module):
         self._bridge = NodeBridge(node)
         self.last_forward: PipelineReport | None = None  # report of the last pass
         self.last_backward: PipelineReport | None = None
-        self.last_training: PipelineReport | None = None  # of the last `train_batches`
+        self.last_training: PipelineReport | None = None  # report of the last `train_batches`
 
     def __len__(self) -> int:
         return self.grid.count

@@ -33,8 +33,8 @@ class BatchLimits:
     # a smaller batch waits `linger_s` for further requests; 1: an idle device starts at once
     batch_samples_min: int = 1
     linger_s: float = 0.0  # longest wait of a queue's oldest request for `batch_samples_min`
-    queued_requests_max: int = 1024  # of all callers; further ones are refused
-    queued_bytes_max: int = 1 << 30  # of the tensors of queued requests
+    queued_requests_max: int = 1024  # limit for all callers together; further requests are refused
+    queued_bytes_max: int = 1 << 30  # limit for the tensors of queued requests
     queued_requests_per_caller_max: int = 128  # so that one caller cannot fill the queue
 
     def __post_init__(self) -> None:

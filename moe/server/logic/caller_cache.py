@@ -22,7 +22,7 @@ class CacheLimits:
 
     bytes_max: int
     bytes_per_caller_max: int
-    strangers_bytes_max: int  # of all strangers together
+    strangers_bytes_max: int  # limit for all strangers together
     entry_overhead_bytes: int = ENTRY_OVERHEAD_BYTES
 
 
@@ -30,7 +30,7 @@ class CacheLimits:
 class _Entry(Generic[T]):
     value: T
     size_bytes: int
-    is_stranger: bool  # of its caller, when it was put
+    is_stranger: bool  # whether its caller was a stranger when it was put
 
 
 class CallerCache(Generic[T]):

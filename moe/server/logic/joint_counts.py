@@ -26,7 +26,7 @@ _DISTRUSTED_MAX = 256
 class BatchCount:
     """The progress of one replica towards its next step."""
 
-    version: int  # of the parameters that the gradients are for
+    version: int  # version of the parameters that the gradients are for
     head: bytes  # name of their last common version; b"": there is none
     samples: int
 
@@ -106,7 +106,7 @@ class RoundVerdict:
     one, except for `unkept`, which depends on what this replica was told.
     """
 
-    samples: int  # that count for the step
+    samples: int  # samples that count for the step
     excessive: frozenset[PeerId]  # members that claim more than a replica can have
     unkept: frozenset[PeerId]  # replicas that had announced more than they brought
 

@@ -102,7 +102,7 @@ class ViewFeed:
     def __init__(self, output: Output, every_s: float) -> None:
         self._output, self._every_s = output, every_s
         self._next_s = float("-inf")
-        self._number = 0  # of the last event
+        self._number = 0  # number of the last event
 
     def show(self, view: MonitorView) -> None:
         for event in view.events:

@@ -27,7 +27,7 @@ class Served(Event):
     grid: str  # NAME@ID
     created: bool  # True: created by this command
     expert_class: str
-    parameters: int  # of one expert
+    parameters: int  # parameters of one expert
     schema: str
     device: str
     address: str  # address or invite by which callers join

@@ -58,7 +58,7 @@ class Handover:
     founder: PeerId
     owner: PeerId
     after: int
-    signature: bytes  # of the recovery key
+    signature: bytes  # signature by the recovery key
 
     @classmethod
     def decode(cls, value: Any, founder: PeerId, run_id: str, recovery: PeerId | None) -> Handover | None:

@@ -110,7 +110,7 @@ class YamuxSession:
         self._count_there = 0
         self._windows = 0
         self._header = bytearray()
-        self._body = (0, 0, 0)  # of the current frame: stream, remaining bytes, flags to apply at its end
+        self._body = (0, 0, 0)  # the current frame: stream, remaining bytes, flags to apply at its end
         self._output: deque[bytes] = deque()  # whole frames
         self.pending = 0  # bytes to be sent
         self.unread = 0  # unread bytes of all streams

@@ -20,7 +20,7 @@ class PeerRecords:
 
     metrics: Metrics | None = None
     report: ProgressReport | None = None
-    expires_s: float = 0.0  # of the later record
+    expires_s: float = 0.0  # expiration of the later record
 
     @property
     def at_s(self) -> float:

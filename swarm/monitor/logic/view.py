@@ -30,10 +30,10 @@ class RunView:
     target: int | None = None  # samples of an epoch
     parameters: int | None = None
     created_s: float | None = None
-    paused: bool = False  # by its owner
-    pauses: tuple[tuple[float, float], ...] = ()  # that the owner has planned: start and end
+    paused: bool = False  # its owner has paused it
+    pauses: tuple[tuple[float, float], ...] = ()  # pauses that the owner has planned: start and end
     ended: bool = False
-    message: str = ""  # of the owner to volunteers
+    message: str = ""  # the owner's message to volunteers
 
     def differences(self, newer: RunView) -> str:
         """Return what the owner changed, as far as this view shows it; "" where it shows nothing of it."""
@@ -79,14 +79,14 @@ class PeerView:
     peer_id: str
     short: str
     state: PeerActivity
-    age_s: float  # of its newest record
+    age_s: float  # age of its newest record
     fresh: bool  # its values are included in sums
     idle_s: float | None = None
     since_s: float | None = None
     name: str = ""
     device: str = ""
     reach: str = ""
-    reached: bool | None = None  # by this monitor; None: not tried
+    reached: bool | None = None  # whether this monitor reached it; None: not tried
     agent: str = ""
     samples_per_s: float = 0.0
     capped: bool = False  # it claims too high a rate, of which three times the median is counted
@@ -123,7 +123,7 @@ class RoundView:
     members: int
     reported_by: int
     seconds: float
-    bytes: float  # of all members, both ways
+    bytes: float  # bytes of all members, both ways
     failed: bool
     failed_for: int  # members that report a failure
     reason: str = ""
@@ -162,8 +162,8 @@ class StateSummary:
 
     epoch: int
     digest: str
-    donors: int  # that hold this state
-    others: int  # that declare the same epoch and hold another state
+    donors: int  # donors that hold this state
+    others: int  # donors that declare the same epoch and hold another state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +182,7 @@ class LeaderView:
 
     peer_id: str
     short: str
-    name: str  # as it called itself when this monitor saw it last; "": it says none, or was not seen
+    name: str  # the name that this monitor saw last; "": it gives none, or was not seen
     samples: int
     rounds: int
 
@@ -241,8 +241,8 @@ class MonitorView:
     experts: tuple[ExpertView, ...] = ()
     relays: tuple[RelayReport, ...] = ()  # known relays, the one with the most bytes first
     leaders: tuple[LeaderView, ...] = ()  # those that have given most, the first one before the others
-    contributors: int = 0  # of which these are the first
-    samples_given: int = 0  # by all of them
+    contributors: int = 0  # number of all contributors, of which the listed ones are the first
+    samples_given: int = 0  # samples given by all of them
     checkpoint: str = ""  # last checkpoint of `--save`, as a sentence
 
     @property
@@ -251,7 +251,7 @@ class MonitorView:
 
     @property
     def standing(self) -> RunStanding:
-        """Return whether the run is trained, by what its owner decided and who is there."""
+        """Return whether the run is trained, given its owner's decisions and the present peers."""
         if self.run.ended or self.run.paused:
             return "ended" if self.run.ended else "paused"
         return "live" if self.peers_live else "empty"

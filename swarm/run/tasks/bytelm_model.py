@@ -17,7 +17,7 @@ from moe.client.local import LocalMixtureOfExperts
 from swarm.run.task import Draw
 from swarm.run.tasks.corpus import VALIDATION_SAMPLES, VOCABULARY, Corpus
 
-_DEVIATION = 0.02  # of the initial weights; small enough that the first loss is ln(256)
+_DEVIATION = 0.02  # standard deviation of the initial weights; small enough that the first loss is ln(256)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

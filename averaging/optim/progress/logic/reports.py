@@ -70,7 +70,7 @@ class ProgressReport:
     # the peer lacks the state of the swarm's epoch, because it is new or downloading it, so its epoch says
     # nothing about the swarm's
     joining: bool = False
-    head: bytes = b""  # of the history of its state, 32 bytes; empty in modes without a common state
+    head: bytes = b""  # head of the history of its state, 32 bytes; empty in modes without a common state
     # it abstains on this head, because it was restored and may have voted on it before
     abstains: bool = False
 
@@ -147,7 +147,7 @@ class ProgressTotal:
     median_rate: float  # median rate of the peers; 0: no peer has a rate yet
     at_s: float
     since_s: float  # beginning of the epoch
-    bits: int = 0  # of a total: the division of the run from now on
+    bits: int = 0  # in a total: the division of the run from now on
 
     def encode(self) -> list[Any]:
         """Return the total as a list for a DHT record."""
@@ -215,10 +215,10 @@ class EpochProgress:
         self._others: dict[PeerId, _Entry] = {}
         # total of a run of several shards; the reports are then those of this peer's shard
         self.total: ProgressTotal | None = None
-        self.head = b""  # of this peer's history; empty without one
-        self.abstains = False  # from decisions on that head
+        self.head = b""  # head of this peer's history; empty without one
+        self.abstains = False  # this peer abstains from decisions on that head
         self.standing = ReportStanding(own)
-        self._members = frozenset[PeerId]()  # of the round that led to the head `_members_head`
+        self._members = frozenset[PeerId]()  # members of the round that led to the head `_members_head`
         self._members_head = b""
         # the epoch that certificates prove; None: it follows from the reports
         self.certified_epoch: int | None = None

@@ -24,7 +24,7 @@ class ReportStanding:
     """The standing of the peers whose reports one peer has. `own` is this peer."""
 
     own: PeerId
-    electors: Collection[PeerId] = ()  # of this peer's head
+    electors: Collection[PeerId] = ()  # electors of this peer's head
     # whether a peer is a member of the run, or has contributed to a certified round
     is_proven: Callable[[PeerId], bool] = lambda peer: True
     # certificates say that the run is larger than a group, so that its members know only a part of it
