@@ -110,6 +110,9 @@ fuzz-quick: install-dev
 sim-quick:
 	@$(MAKE) --no-print-directory sim PEERS=40 HOURS=0.2
 	@$(MAKE) --no-print-directory sim SEED=1 PEERS=4 HOURS=0.02 SCENARIO=training ARGS="--seeds 200"
+	@for mode in gradients-delayed diloco-streaming; do \
+		$(MAKE) --no-print-directory sim SEED=1 PEERS=4 HOURS=0.02 SCENARIO=training-$$mode ARGS="--seeds 9" || exit 1; \
+	done
 
 check: install-dev
 	$(BIN)/ruff format --check .

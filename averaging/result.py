@@ -37,7 +37,7 @@ class RoundResult:
 
     failed: bool
     reason: RoundFailure = ""
-    detail: str = ""  # after a retry also why the attempt before failed
+    detail: str = ""  # after a retry, also the reason of the previous failure
     peers: tuple[PeerId, ...] = ()  # members of the last group, in group order
     # fraction of the elements to which each member contributed
     contributions: Mapping[PeerId, float] = field(default_factory=dict)

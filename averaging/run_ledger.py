@@ -42,7 +42,7 @@ class RunLedger:
         when the process ends.
         """
         self._own, self._run, self._standing = own, run, standing
-        self._head = b""  # up to which certificates were counted
+        self._head = b""  # the head up to which certificates were counted
         self._is_large = False  # according to the last of them, the run is larger than a group
         # Faults in rounds on that head that were not committed, by peer. They count unless others commit the
         # head in a group without this peer: who knows that group leaves, or never begins, the other one.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from swarm.run.signed import SignedSpecification
 
 _POLL_S = 0.25
-_FIRST_S = 15.0  # wait for members before the first screen is drawn
+_FIRST_S = 5.0  # wait for members before the first screen
 _READ_S = 30.0
 
 
@@ -59,15 +59,18 @@ def dashboard(run: str, addresses: tuple[str, ...], identity: str | None, once: 
     owner = Identity.read(Path(identity).expanduser() if identity else default_identity())
     own = Identity.generate()
     entries = tuple(owners_entries(run, addresses, owner, own.peer_id))
+    is_live = not (once or as_json) and is_terminal(sys.stdout)
+    if is_live:
+        click.echo("looking for the members of the run")
     with contextlib.closing(own), Watch(WatchConfig(entry=entries, run=run), own) as watch:
         desk = Desk(watch, owner)
         begun_s = time.monotonic()
         while not watch.view().peers and time.monotonic() - begun_s < _FIRST_S:
             time.sleep(_POLL_S)
-        if once or as_json or not is_terminal(sys.stdout):
-            _print(desk.look(), as_json=as_json)
-        else:
+        if is_live:
             _run_live(desk)
+        else:
+            _print(desk.look(), as_json=as_json)
     return 0
 
 

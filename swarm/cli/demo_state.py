@@ -60,7 +60,7 @@ class DemoState:
         self.trained_s = 0.0  # since all volunteers train
         self.planned_s = seconds  # planned duration of the training
         self.join_line = ""
-        self.invite = ""  # with which the others enter the founder's run
+        self.invite = ""  # the invite with which the others enter the founder's run
         self.page = ""  # address of the monitor's page
         self.problems: list[str] = []
 

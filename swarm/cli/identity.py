@@ -28,7 +28,7 @@ from swarm.membership.invite import Entrance, Invite
 
 NEW = "new"
 PASSPHRASE_CHARACTERS_MAX = 1024
-PROCESSES_MAX = 16  # at once, for one invite or by address, that have an identity which is kept
+PROCESSES_MAX = 16  # processes at once, for one invite or by address, whose identities are kept
 
 
 @click.command(context_settings=options.CONTEXT)

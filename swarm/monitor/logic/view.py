@@ -182,7 +182,7 @@ class LeaderView:
 
     peer_id: str
     short: str
-    name: str  # as it called itself when this monitor saw it last; "": it says none, or was not seen
+    name: str  # the name that this monitor saw last; "": it gives none, or was not seen
     samples: int
     rounds: int
 

@@ -216,7 +216,7 @@ class EpochProgress:
         # total of a run of several shards; the reports are then those of this peer's shard
         self.total: ProgressTotal | None = None
         self.head = b""  # head of this peer's history; empty without one
-        self.abstains = False  # from decisions on that head
+        self.abstains = False  # this peer abstains from decisions on that head
         self.standing = ReportStanding(own)
         self._members = frozenset[PeerId]()  # members of the round that led to the head `_members_head`
         self._members_head = b""
