@@ -6,16 +6,17 @@ import pytest
 
 from benchmarks import reach, relayed_training
 from benchmarks.environments import NoEnvironment
+from benchmarks.reach_figures import Samples
 from benchmarks.report import ORDER
 from benchmarks.sections import SECTIONS
 
 
 def test_a_row_stands_for_each_figure_that_was_measured() -> None:
-    samples = reach.Samples()
+    samples = Samples()
     samples.add("verdict", 2.0, 4.0, 3.5)
     samples.add("rate-punched", 70.0)
     samples.fail("no relay")
-    rows = {row.identifier: row for row in samples.rows(reach.Plan(mebibytes=16))}
+    rows = {row.identifier: row for row in samples.rows(16)}
     assert set(rows) == {"reach-verdict", "reach-rate-punched"}
     assert (rows["reach-verdict"].ours.median, rows["reach-verdict"].met) == (3.5, False)
     assert rows["reach-rate-punched"].met is True

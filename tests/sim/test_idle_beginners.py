@@ -26,7 +26,7 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_peer_that_never_steps_does_not_keep_a_run_from_beginning(
     mode: str, *, idle_comes_first: bool
 ) -> None:
-    """Regression test: the only trainer beside it tried to average for five minutes. The idle peer gets the
+    """Regression test: the only trainer beside it did not begin within 200 s. The idle peer gets the
     state in its first step, and takes part from then on.
     """
 

@@ -65,6 +65,10 @@ _TIMER_MARGIN_S = 1e-6
 # margin for the reply and for clock errors: a leader answers by its own deadline, which is not after its
 # follower's
 _ANSWER_SLACK_S = 1.0
+# times as long as a peer with an address may take to answer one that is called through relays: the first call
+# takes six round trips of the way over the relay, and more handshakes. Too small: peers that are far from
+# their relay, or many that connect at once, never answer; too large: a group waits for one that is gone
+_RELAYED_TIMES = 4.0
 
 
 class GroupService:
@@ -254,7 +258,7 @@ class GroupService:
         async def introduce(contact: Contact) -> None:
             try:
                 await self._caller.call(
-                    contact, LOOK_FOR_GROUP, request, timeout_s=self._timings.query_timeout_s
+                    contact, LOOK_FOR_GROUP, request, timeout_s=self._query_timeout_s(contact)
                 )
             except SwarmError:
                 self.cells.mark_lost(contact.peer_id)
@@ -382,12 +386,15 @@ class GroupService:
         children.add(child)
         child.add_done_callback(children.discard)
 
+    def _query_timeout_s(self, contact: Contact) -> float:
+        return self._timings.query_timeout_s * (1.0 if contact.addresses else _RELAYED_TIMES)
+
     async def _send_query(self, contact: Contact, query: LookForGroup) -> None:
         sent_s = self._clock.swarm_s()
         request = encode_query(query, name=self.name, now_s=sent_s)
         try:
             reply = await self._caller.call(
-                contact, LOOK_FOR_GROUP, request, timeout_s=self._timings.query_timeout_s
+                contact, LOOK_FOR_GROUP, request, timeout_s=self._query_timeout_s(contact)
             )
             answer = decode_answer(reply, (sent_s + self._clock.swarm_s()) / 2)
         except SwarmError as error:
