@@ -16,8 +16,8 @@ from averaging.optim.accumulate import GradientAccumulator
 from averaging.optim.finite import DeviceCheck, all_finite
 from averaging.optim.modes.settings import Diloco, Gossip, Gradients, Local
 from averaging.optim.offload import OffloadLinks
-from tests.averaging.matchmaking.table import backward, batch, model, seat, vector
 from tests.averaging.optim.late import LateLink, no_host_reads
+from tests.averaging.optim.seats import backward, batch, model, seat, vector
 
 HOST = torch.device("cpu")
 SHAPES = [(3, 4), (), (0,), (5,), (2, 3, 2, 2)]

@@ -11,8 +11,8 @@ import torch
 
 from averaging.optim.epoch_averager import relative_distance
 from averaging.optim.modes.settings import Diloco, Gossip, Gradients, Local
-from tests.averaging.matchmaking.table import backward, model, seat
 from tests.averaging.optim.late import LateLink
+from tests.averaging.optim.seats import backward, model, seat
 
 SETTINGS = [Gradients(), Gradients(delayed=True), Local(), Diloco(), Diloco(streaming=3), Gossip()]
 WAYS: dict[str, dict[str, Any]] = {

@@ -12,8 +12,8 @@ import torch
 
 from averaging.optim.memory import gradient_for
 from averaging.optim.modes.settings import Diloco, Gradients, Local
-from tests.averaging.matchmaking.table import seat
 from tests.averaging.optim.late import LateLink
+from tests.averaging.optim.seats import seat
 
 INNER: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": lambda ps, fused: torch.optim.Adam(ps, lr=0.01, fused=fused),

@@ -19,8 +19,8 @@ from averaging.optim.modes.settings import Diloco, Gossip, Gradients, Local
 from averaging.reduction.feedback import Feedback, Shard
 from swarm.compression import find
 from swarm.core.errors import UsageError
-from tests.averaging.matchmaking.table import seat
 from tests.averaging.optim.late import HOST_READS, LateLink
+from tests.averaging.optim.seats import seat
 
 SIDE = 512  # so that pinned blocks fit exactly
 MODES = [

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 import torch
 
-from averaging.optim.epoch_averager import AveragingOptions, check_codec
 from averaging.optim.modes import ModeSettings
 from averaging.optim.modes.local_steps import CARRIED_EPOCHS_MAX
 from averaging.optim.modes.outer import fragments_of, outer_step_
 from averaging.optim.modes.settings import Diloco, Gossip, Gradients, Local
-from averaging.reduction.lowrank import PowerSgd
-from swarm.core.errors import UsageError
-from tests.averaging.matchmaking.table import (
+from tests.averaging.optim.seats import (
     Seat,
     adamw,
     average,
@@ -490,23 +486,3 @@ def test_gradients_are_kept_when_no_state_could_be_loaded(settings: Gradients) -
     assert late.mode.learner.resume() == 0
     assert late.mode.learner.samples == 6
     assert not late.mode.learner.has_late_samples
-
-
-@pytest.mark.parametrize(
-    "settings", [Diloco(streaming=2), Diloco(delayed=True)], ids=["streaming", "delayed"]
-)
-def test_powersgd_is_refused_where_rounds_average_no_matrices(settings: Diloco) -> None:
-    options = AveragingOptions(codec="float16", strategy=PowerSgd(rank=2))
-    check_codec(options, seat(Diloco()).mode.traits)
-    with pytest.raises(UsageError, match="not matrices: PowerSGD is not for it"):
-        check_codec(options, seat(settings).mode.traits)
-
-
-@pytest.mark.parametrize(
-    "settings", [{"delayed": True, "streaming": 2}, {"delay_steps": 2}, {"delayed": True, "delay_steps": -1}]
-)
-def test_settings_of_rounds_beside_training_that_contradict_one_another_are_refused(
-    settings: Any,
-) -> None:
-    with pytest.raises(UsageError, match="Diloco"):
-        Diloco(**settings)

@@ -16,7 +16,7 @@ from averaging.optim.modes import ModeSettings
 from averaging.optim.modes.outer import OuterSGD
 from averaging.optim.modes.settings import MODES, Diloco, Gossip, Gradients, Local, settings_of
 from swarm.core.errors import UsageError
-from tests.averaging.matchmaking.table import Seat, hold, model, prepare, seat
+from tests.averaging.optim.seats import Seat, hold, model, prepare, seat
 
 
 def strided(net: torch.nn.Sequential) -> torch.nn.Sequential:

@@ -16,7 +16,7 @@ from swarm.core.clock import SystemClock
 from swarm.core.ids import Contact
 from swarm.core.standing import PeerStanding
 from tests.averaging.history.peers import IDENTITIES, PEERS, RUN, certificate, proposal
-from tests.averaging.matchmaking.table import adamw, average, backward, hold, model, prepare, seat
+from tests.averaging.optim.seats import adamw, average, backward, hold, model, prepare, seat
 
 OWN, OTHER = PEERS[0], PEERS[1]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,41 +23,13 @@ from averaging.history.lineage import Lineage
 from averaging.history.tally import Tally
 from averaging.optim.endorsing import Endorser
 from averaging.optim.history import RunHistory
-from swarm.core.clock import SystemClock
 from swarm.core.errors import NetworkError, PeerError
-from swarm.core.ids import Address, Contact, PeerId
-from swarm.core.standing import PeerStanding
+from swarm.core.ids import Contact, PeerId
 from swarm.testing.identities import SeededIdentity
 from swarm.wire import state_pb2
+from tests.averaging.optim.histories import HEAD, Calls, contact, history_with
 
-HEAD = b"h" * 32
 EPOCH_S = 0.5
-
-
-class Calls:
-    """Calls to peers whose hosts refuse connections."""
-
-    async def call(self, contact: Contact, method: Any, request: Any, *, timeout_s: float) -> Any:
-        raise NetworkError(f"cannot reach {contact.peer_id}: Connection refused")
-
-
-def contact(number: int) -> Contact:
-    return Contact(SeededIdentity(number).peer_id, (Address("127.0.0.1", 1000 + number),))
-
-
-def history_with(calls: Any, number: int = 1) -> RunHistory:
-    """Return the history of a peer, which calls other peers with `calls`, on the running loop."""
-    node: Any = SimpleNamespace(
-        contact=contact(number),
-        channels=calls,
-        network=SimpleNamespace(loop=asyncio.get_running_loop()),
-        standing=PeerStanding(),
-        clock=SystemClock(),
-        dht=SimpleNamespace(
-            service=SimpleNamespace(companions=SimpleNamespace(named_by=lambda run, introducers: []))
-        ),
-    )
-    return RunHistory(node, "run", SeededIdentity(number).sign, group_size_max=64)
 
 
 @pytest.mark.parametrize("again", [0, 1, 5])

@@ -13,7 +13,7 @@ from swarm.core.errors import NetworkError, PeerError
 from swarm.core.ids import Contact, PeerId
 from swarm.testing.virtual_loop import run_virtual
 from swarm.wire import state_pb2
-from tests.averaging.optim.test_run_history import HEAD, contact, history_with
+from tests.averaging.optim.histories import HEAD, contact, history_with
 
 
 class HangingStrangers:
