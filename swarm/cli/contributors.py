@@ -44,7 +44,7 @@ def contributors(
 ) -> int:
     """List how many samples each peer has given to a run since it began.
 
-    The members of a run sign these totals: see docs/decisions/0065. Names are chosen by the peers and need
+    The members of a run sign these totals: see docs/decisions/0064. Names are chosen by the peers and need
     not be unique; PeerIDs are. RUN is the name of a run in which this machine took part.
 
     \b
