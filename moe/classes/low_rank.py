@@ -27,7 +27,7 @@ __all__ = ["ActivationSubspace"]
 
 
 class ActivationSubspace:
-    """The codes in which stages exchange their activations.
+    """The codes in which stages exchange their activations::
 
         subspace = swarm.ActivationSubspace(width=1024, rank=64)
         swarm.Expert(subspace.stage(module), (torch.zeros(1, 128, 64),), optimizer)  # at each server

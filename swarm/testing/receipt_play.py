@@ -130,14 +130,6 @@ class ReceiptPlay:
         here = [member for member in self.members if not self._chance.happens(config.missed)]
         if not any(not member.colludes for member in here):
             return
-        claims = []
-        for member in here:
-            computed = 100 + self._chance.below(SAMPLES_MAX - 99)
-            member.given += computed
-            claims.append(CLAIM if member.colludes else computed)
-            if member.colludes:
-                known = self.largest.get(member.peer_id, 0)
-                self.largest[member.peer_id] = known + SAMPLES_MAX
         lineage = here[0].lineage
         proposal = lineage.propose(
             epoch=lineage.epoch + 1,
@@ -146,6 +138,18 @@ class ReceiptPlay:
             contributors=[member.peer_id for member in here],
             is_break=False,
         )
+        deciders = [member for member in here if member.peer_id in proposal.deciders]
+        is_led = 2 * sum(member.colludes for member in deciders) >= len(deciders)
+        if is_led and config.colluders < config.honest:
+            return  # a quorum of the electors signs no round in which most of those that decide collude
+        claims = []
+        for member in here:
+            computed = 100 + self._chance.below(SAMPLES_MAX - 99)
+            member.given += computed
+            claims.append(CLAIM if member.colludes else computed)
+            if member.colludes:
+                known = self.largest.get(member.peer_id, 0)
+                self.largest[member.peer_id] = known + SAMPLES_MAX
         proposal = replace(proposal, samples=tuple(claims))
         made = Certificate(proposal=proposal, result=bytes(32), votes={}, goodbyes={})
         for member in self.members:

@@ -106,7 +106,8 @@ LATE_MOMENTS = {
 
 
 def interrupt_each_once(moment: str, after_s: float, monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Interrupt each trainer once at this moment, in the second after `after_s`. Return the times of the
+    """Interrupt each trainer once at this moment, in the two seconds after `after_s`, in
+    which a round ends. Return the times of the
     interrupts, a list that grows. Trainers continue.
     """
     kind, name = LATE_MOMENTS[moment]
@@ -115,7 +116,7 @@ def interrupt_each_once(moment: str, after_s: float, monkeypatch: pytest.MonkeyP
 
     def interrupt_once(self: Any, *args: Any, **options: Any) -> Any:
         now_s = asyncio.get_running_loop().time()
-        if after_s < now_s < after_s + 1.0 and self not in interrupted:
+        if after_s < now_s < after_s + 2.0 and self not in interrupted:
             interrupted.append(self)
             times_s.append(now_s)
             raise KeyboardInterrupt

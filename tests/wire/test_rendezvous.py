@@ -67,7 +67,7 @@ def test_a_node_is_found_by_the_name_and_the_id_of_its_run(server: DhtServer) ->
     with Node(listen=f"{HERE}:0") as node:
         providing = node.rendezvous.run(["bytelm", "a" * 20], [server.contact], told.set_result)
         node.network.loop.call_soon_threadsafe(lambda: asyncio.ensure_future(providing))
-        assert told.result(20.0) == "others find bytelm by its name at 1 server of the libp2p DHT"
+        assert told.result(20.0) == "others can find bytelm by its name at 1 server of the libp2p DHT"
         for name in ("bytelm", "a" * 20, f"bytelm@{'a' * 20}"):
             entry = given_entry([name], None, None, [server.contact])
             assert entry is not None

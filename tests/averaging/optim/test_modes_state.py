@@ -179,7 +179,7 @@ def test_invalid_mode_settings_are_refused() -> None:
         (lambda: settings_of(7), "mode is a name"),  # type: ignore[arg-type]
         (lambda: Diloco(outer_lr=0.0), "outer_lr above 0"),
         (lambda: Diloco(streaming=0), "at least 1"),
-        (lambda: Diloco(delay_steps=2), "for streaming only"),
+        (lambda: Diloco(delay_steps=2), "for streaming or delayed only"),
         (lambda: Gossip(consensus=2.0), "consensus"),
         (lambda: seat(Diloco(), torch.nn.Linear(1, 1).requires_grad_(False)), "nothing to train"),
     ]:
