@@ -25,8 +25,8 @@ from swarm.testing.virtual_loop import run_virtual, until
 from swarm.wire.state_pb2 import OpenReply, OpenRequest
 
 STEP_S, SAMPLES = 0.5, 4
-# Before the grace: until reports of the others have expired. A peer that took a report in the moment before it
-# was killed counts as present for as long, although a search for a group calls it in vain.
+# Before the grace: until reports of the others have expired. A peer that took a report in the moment before
+# it was killed counts as present for as long, although a search for a group calls it in vain.
 GOES_ON_S = GRACE_S_MIN + 20.0
 
 
