@@ -108,10 +108,15 @@ LIMITED_BY: dict[str, str] = {
     "membership-4-own-processor": _MEMBERSHIP,
     "membership-4-processor": _MEMBERSHIP + " The difference of two runs does not resolve a hundredth.",
     "reach-training-relayed": (
-        "by calculation, not profiled: the relay's 50 Mbit/s. All three peers are hidden and no hole can be "
-        "punched, so the relay carries 4/3 of the model (float16) for each of them: about 0.3 s of the 0.5 s "
-        "by which an epoch of 1.7 s becomes longer. A member with an address would reduce instead, and the "
+        "not profiled. All three peers are hidden and no hole can be punched, so the relay carries 4/3 of "
+        "the model (float16) for each of them. Its 50 Mbit/s cost less since it saves the unused rate of a "
+        "second (docs/decisions/0060; 0.76 before). A member with an address would reduce instead, and the "
         "relay carry no values."
+    ),
+    **dict.fromkeys(
+        ("reach-first-relayed-50", "reach-first-relayed-200"),
+        "six round trips of the way over the relay, by count: one for the circuit, two for Noise and yamux, "
+        "three for TLS, the settings of HTTP/2 and the call; docs/decisions/0060. The aim leaves three.",
     ),
     "attacks-empty-streams-lag": (
         "gRPC hands the loop the ends of all calls of broken connections in one turn: 0.2 ms for each."
