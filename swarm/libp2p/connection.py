@@ -57,7 +57,7 @@ class MuxedStream:
         within 10 s.
         """
         if self._proposed:
-            await self._confirm()
+            await self.confirm()
         while not self._unread:
             if self.lost:
                 raise NetworkError(self.lost)
@@ -77,7 +77,13 @@ class MuxedStream:
         self.protocol = self._proposed = protocol
         await propose(self, protocol)
 
-    async def _confirm(self) -> None:
+    async def confirm(self) -> None:
+        """Wait until the peer has agreed on the protocol; without this the first read does. Raises PeerError
+        when the peer does not speak it, NetworkError when the peer does not answer within 10 s or the stream
+        is gone. The stream is closed when this fails or is cancelled.
+        """
+        if not self._proposed:
+            return
         protocol, self._proposed = self._proposed, ""
         async with answered(self, NEGOTIATION_S, f"it did not agree on {protocol}"):
             await confirm(self, protocol)
@@ -273,7 +279,7 @@ class PeerConnection:
             raise NetworkError(f"the connection to {self.peer_id.short} has ended: {self.ended}")
         stream = MuxedStream(self, self._session.open())
         self._streams[stream.number] = stream
-        async with answered(stream, NEGOTIATION_S, f"it took no proposal of {protocol}"):
+        async with answered(stream, NEGOTIATION_S, f"the proposal of {protocol} could not be sent"):
             await stream.propose(protocol)
         return stream
 

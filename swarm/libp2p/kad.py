@@ -46,6 +46,7 @@ class KadClient:
                     stream = await connection.open(KAD_PROTOCOL)
                     await stream.write_message(message)
                     stream.finish()
+                    await stream.confirm()  # a server that does not agree has not taken the message
                     # servers do not answer this message; some reset the stream
                     with contextlib.suppress(NetworkError):
                         await stream.read()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import struct
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -10,7 +11,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from swarm.core.errors import NetworkError
+from swarm.core.errors import NetworkError, PeerError
 from swarm.core.identity import Identity
 from swarm.libp2p.agreement import answer
 from swarm.libp2p.connection import MuxedStream, PeerConnection
@@ -21,7 +22,7 @@ from tests.libp2p.memory_pipes import MemoryPipe, memory_pipes
 
 
 class Listening:
-    """Takes the streams that a peer opens, and agrees on any of these protocols."""
+    """Takes the streams that a peer opens, and agrees on the protocol `/test`."""
 
     def __init__(self, group: asyncio.TaskGroup) -> None:
         self.group = group
@@ -31,8 +32,9 @@ class Listening:
         self.group.create_task(self._agree(stream))
 
     async def _agree(self, stream: MuxedStream) -> None:
-        await answer(stream, frozenset(["/test"]))
-        self.streams.put_nowait(stream)
+        with contextlib.suppress(NetworkError):  # the peer may give up before
+            await answer(stream, frozenset(["/test"]))
+            self.streams.put_nowait(stream)
 
     def received(self, connection: PeerConnection, /) -> None: ...
 
@@ -97,6 +99,35 @@ def test_the_first_message_of_a_stream_does_not_wait_until_the_peer_has_confirme
         await here.write(b"question")
         there = await scene.streams.get()
         assert await there.read_exactly(8) == b"question"
+        scene.one_pipe.frozen = False
+
+    run(test)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_protocol_that_the_peer_does_not_speak_is_noticed_at_the_first_read(reads: bool) -> None:
+    async def test(scene: Scene) -> None:
+        here = await scene.one.open("/other")
+        await here.write(b"question")
+        with pytest.raises(PeerError, match="does not speak /other"):
+            await (here.read() if reads else here.confirm())
+        with pytest.raises(NetworkError, match="closed"):
+            await here.write(b"more")
+
+    run(test)
+
+
+def test_a_protocol_stays_unconfirmed_when_the_connection_ends_before_the_peer_agrees() -> None:
+    """Regression test: a peer that was lost before counted as a server that holds an announcement."""
+
+    async def test(scene: Scene) -> None:
+        scene.one_pipe.frozen = True
+        here = await scene.one.open("/test")
+        await here.write(b"question")
+        here.finish()
+        scene.one.close()
+        with pytest.raises(NetworkError, match="has ended"):
+            await here.confirm()
         scene.one_pipe.frozen = False
 
     run(test)
