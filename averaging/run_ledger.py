@@ -63,12 +63,13 @@ class RunLedger:
         """
         if lineage.head == self._head:
             return
-        chain = lineage.chain((self._head,))
+        is_continued = not self._head or lineage.knows(self._head)
+        new = lineage.chain((self._head,)).certificates if is_continued else ()
         with self._lock:
             self._standing.add_members(self._run, lineage.electors)
-            extended = [one.proposal.contributors for one in chain.certificates[:1]]
-            self._settle(counts=self._is_large or any(self._own in peers for peers in extended))
-            for one in chain.certificates if not self._head or lineage.knows(self._head) else ():
+            is_extended_here = any(self._own in one.proposal.contributors for one in new[:1])
+            self._settle(counts=self._is_large or is_extended_here)
+            for one in new:
                 worked = () if self._own in one.workers else one.workers
                 self._ledger.certified(worked, self._clock.swarm_s())
             self._receipts.follow(lineage.chain())

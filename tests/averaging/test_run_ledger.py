@@ -117,6 +117,17 @@ def test_a_fault_in_a_failed_round_is_forgotten_when_others_commit_the_head_with
     assert after.is_doubted(OTHER.peer_id) is after.is_passed_over(OTHER.peer_id) is contributes
 
 
+def test_a_fault_in_a_failed_round_is_forgotten_when_this_peer_follows_another_history() -> None:
+    """Regression test: the oldest certificate of the other history decided whether it counted."""
+    left, followed, one = Lineage(RUN, OTHER.peer_id), Lineage(RUN, OWN.peer_id), ledger()
+    certify_alone(left, OTHER)
+    certify_alone(followed, OWN)
+    one.follow(left)
+    one.fault(OTHER.peer_id, "it stalled", committed=False)
+    one.follow(followed)
+    assert not one.precedence([OTHER.peer_id]).is_doubted(OTHER.peer_id)
+
+
 def test_a_fault_in_a_failed_round_counts_in_the_next_search_on_the_same_head() -> None:
     one = ledger()
     one.fault(OTHER.peer_id, "it stalled", committed=False)
