@@ -47,7 +47,6 @@ GUEST_METHODS = (
 # Methods that entry points may call. These are peers that this process, or its inviter, named by address;
 # they have no capability.
 ENTRY_POINT_METHODS = ("/swarm.Node/", "/swarm.Dht/")
-_OWNERS_RIGHTS = Rights(roles=frozenset(ROLES), expires_s=math.inf, signed_s=0, grants=())
 _METHODS_MAX, _METHOD_CHARACTERS_MAX = 64, 64  # remembered for each peer: callers choose the names
 _REVOKED = "the owner of the run has revoked this peer's invite"
 
@@ -65,6 +64,11 @@ def _lacking_callee(roles: frozenset[Role], method: str) -> frozenset[Role]:
         if method.startswith(prefix) and not roles & needed:
             return needed
     return frozenset()
+
+
+def _owners_rights() -> Rights:
+    """Return the rights of an owner. Each owner has its own: they remember the methods that it called."""
+    return Rights(roles=frozenset(ROLES), expires_s=math.inf, signed_s=0, grants=())
 
 
 def _remember(methods: set[str], method: str) -> None:
@@ -94,7 +98,7 @@ class Admission:
         self.revoked: frozenset[PeerId] = frozenset()
         self.removed: frozenset[PeerId] = frozenset()  # peers that were admitted before they were revoked
         # rights by holder; the owner is a holder without a capability
-        self.standings: dict[PeerId, Rights] = {self.owner: _OWNERS_RIGHTS}
+        self.standings: dict[PeerId, Rights] = {self.owner: _owners_rights()}
         self._uses: dict[PeerId, _Uses] = {}  # uses by subject of a grant
 
     @property
@@ -167,7 +171,7 @@ class Admission:
         if known is not None and known.owner != self.owner:
             self.standings.pop(known.owner, None)
         self.handover = handover
-        self.standings[handover.owner] = _OWNERS_RIGHTS
+        self.standings[handover.owner] = _owners_rights()
         self.removed -= {handover.owner}
         self.revoked -= {handover.owner}
 
@@ -183,7 +187,7 @@ class Admission:
         if owner != self.owner:
             self.standings.pop(self.owner, None)
             self.owner = owner
-        self.standings |= dict.fromkeys(self._owners, _OWNERS_RIGHTS)
+        self.standings |= {owner: _owners_rights() for owner in self._owners}
         for holder, one in list(self.standings.items()):
             if one.grants:
                 try:

@@ -45,6 +45,16 @@ def test_a_stranger_is_refused_and_the_owner_is_not() -> None:
     assert admitted(admission, run.owner, ())
 
 
+def test_methods_that_an_owner_called_in_one_run_take_no_place_in_another() -> None:
+    """A peer chooses the names of the methods that it calls, and only 64 are remembered."""
+    run, other = InvitedRun(1), InvitedRun(2)
+    one, two = door(run), door(other)
+    for number in range(100):
+        assert not one.refusal(run.owner.peer_id, f"/swarm.Made/Up{number}", NOW_S)
+    assert not two.standings[other.owner.peer_id].may_call
+    assert len(one.standings[run.owner.peer_id].may_call) == 64
+
+
 def test_the_capability_of_another_peer_is_of_no_use() -> None:
     run, holder, thief = InvitedRun(3), identity(random.Random(4)), identity(random.Random(5))
     admission = door(run)
