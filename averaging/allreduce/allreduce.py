@@ -27,6 +27,7 @@ from averaging.allreduce.config import (
     FETCH,
     HEARTBEAT,
     INVENTORY,
+    METHODS,
     OFFER,
     VOTE,
     Dialer,
@@ -66,8 +67,6 @@ from swarm.core.ids import PeerId
 from swarm.net.rpc import Handlers, Stream
 from swarm.runtime.supervise import Supervisor
 from swarm.wire import reduce_pb2
-
-_METHODS = (EXCHANGE, HEARTBEAT, VOTE, ACCOUNT, INVENTORY, FETCH, OFFER, ENDORSE)
 
 T = TypeVar("T")
 # An elector's answer to a proposal, a result (b"": none) and the votes for it: its own vote, or the reason
@@ -113,7 +112,7 @@ class AllReduce:
 
     def close(self) -> None:
         """Stop answering calls, and fail the rounds that are running."""
-        for method in _METHODS:
+        for method in METHODS:
             self._handlers.remove(method.name)
         for driver in list(self._conducting):
             driver.close()

@@ -65,6 +65,7 @@ OFFER = Method(
     request_bytes_max=UNARY_BYTES_MAX,
     reply_bytes_max=256,
 )
+METHODS = (EXCHANGE, HEARTBEAT, VOTE, ACCOUNT, INVENTORY, FETCH, OFFER, ENDORSE)  # all methods of a round
 
 VERSIONS_MAX = 16384  # versions in one reply of INVENTORY, at most 112 bytes each
 REASON_CHARACTERS_MAX = 500  # length of a reason that a peer gives

@@ -9,16 +9,7 @@ from dataclasses import replace
 from typing import Any, Literal, get_args
 
 from averaging.allreduce import wire
-from averaging.allreduce.config import (
-    ACCOUNT,
-    ENDORSE,
-    EXCHANGE,
-    FETCH,
-    HEARTBEAT,
-    INVENTORY,
-    OFFER,
-    VOTE,
-)
+from averaging.allreduce.config import EXCHANGE, HEARTBEAT, METHODS
 from averaging.allreduce.driver import RoundDriver
 from averaging.allreduce.kernels import Averaged, Spoiled
 from averaging.allreduce.logic.effects import AskVotes
@@ -91,9 +82,10 @@ class Saboteur:
             all_reduce._begin = sabotaged
         elif self._kind == "stalls":
             go_silent(self._one.peer)
-            all_reduce.run = _stall
+            all_reduce.run = functools.partial(_hold, reason="this member stalls")
         elif self._kind == "joins and never begins":
-            all_reduce.run = _never_begin
+            # it knows nothing of the round for as long as the others may wait for it
+            all_reduce.run = functools.partial(_hold, reason="this member never begins")
         elif self._kind == "claims every sample":
             assert self._one.optimizer is not None
             _claim_every_sample(self._one.optimizer)
@@ -111,15 +103,10 @@ class Saboteur:
         averager.config = replace(averager.config, bandwidth=1e12)
 
 
-async def _stall(group: Group, *arguments: Any, deadline_s: float, **others: Any) -> RoundOutcome:
+async def _hold(group: Group, *arguments: Any, reason: str, deadline_s: float, **others: Any) -> RoundOutcome:
+    """Do nothing until the deadline of the round."""
     await asyncio.sleep(min(max(deadline_s - asyncio.get_running_loop().time(), 0.0), _HELD_S))
-    return RoundOutcome.broken("this member stalls")
-
-
-async def _never_begin(group: Group, *arguments: Any, deadline_s: float, **others: Any) -> RoundOutcome:
-    """Know nothing of the round for as long as the others may wait for this member."""
-    await asyncio.sleep(min(max(deadline_s - asyncio.get_running_loop().time(), 0.0), _HELD_S))
-    return RoundOutcome.broken("this member never begins")
+    return RoundOutcome.broken(reason)
 
 
 def go_silent(peer: SimulatedPeer) -> None:
@@ -131,12 +118,12 @@ def go_silent(peer: SimulatedPeer) -> None:
     async def silence(*arguments: Any) -> Any:
         await asyncio.sleep(_FOREVER_S)
 
-    for method in (EXCHANGE, HEARTBEAT, VOTE, ACCOUNT, INVENTORY, FETCH, OFFER, ENDORSE):
+    for method in METHODS:
         peer.handlers.remove(method.name)
     peer.handlers.stream(EXCHANGE, silence)
     peer.handlers.unary(HEARTBEAT, alive)
-    methods: tuple[Any, ...] = (VOTE, ACCOUNT, INVENTORY, FETCH, OFFER, ENDORSE)
-    for method in methods:
+    unary: list[Any] = [method for method in METHODS if method not in (EXCHANGE, HEARTBEAT)]
+    for method in unary:
         peer.handlers.unary(method, silence)
 
 
