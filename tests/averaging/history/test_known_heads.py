@@ -75,6 +75,19 @@ def test_one_question_about_a_head_is_not_repeated_within_a_second() -> None:
     assert asked(ASK_AGAIN_S, b"p" * 32) == [[C], [B, A]], "this peer's own history has moved"
 
 
+def test_a_head_that_a_counted_peer_reports_is_not_among_those_of_strangers() -> None:
+    heads = known()
+    heads.heard(C, HEAD, 0.0)
+
+    def asked(now_s: float) -> tuple[list[list[Contact]], list[list[Contact]]]:
+        return heads.to_ask([], lambda head: True, lambda peer: peer != C.peer_id, b"o" * 32, now_s)
+
+    assert asked(0.0) == ([[B, A]], [])
+    assert asked(0.5) == ([], []), "its holders were asked within the last second"
+    heads.heard(C, NEXT, 0.6)
+    assert asked(0.7) == ([], [[C]])
+
+
 def test_strangers_of_any_number_displace_no_member() -> None:
     """Regression: of 300 strangers that reported heads the last 256 stayed, and members that were cut off
     counted as gone, for which nobody waits.
