@@ -36,12 +36,12 @@ REST_S = 0.3
 _CROWD = 16
 _DISTANT_CROWD = 8  # the same for members that exchange no values with this one
 # Of more than this number of members, each that exchanges values with this one has this multiple of `PROBE_S`
-# per member to answer, at most `_CROWD_ANSWER_S_MAX`: a reducer answers between the streams of all others.
+# per member to answer, at most `_ANSWER_S_MAX`: a reducer answers between the streams of all others.
 # Smaller: a busy reducer is marked failed, all others repair its shard, and that makes the next one late;
 # larger: failures are noticed later
 _ANSWER_CROWD = 8
-_CROWD_ANSWER = 1 / 4
-_CROWD_ANSWER_S_MAX = 6.0
+_ANSWER_PROBES_PER_MEMBER = 1 / 4
+_ANSWER_S_MAX = 6.0
 _MISSED_MAX = 3  # heartbeats without an answer until a member is suspected, and probed
 PROBE_S = 0.6  # time for a suspect to answer; shorter: busy peers are marked failed, longer: the round stalls
 # time to answer for a member that was never heard, which may still have to connect and begin, and for one
@@ -90,13 +90,12 @@ class FailureDetector:
         self._peers = {place: _Peer(0.0, True, place in distant) for place in ours} | {
             place: _Peer(0.0, False, place in distant) for place in theirs
         }
-        self._is_crowd = len(self._peers) > _CROWD
         size = len(self._peers)
-        answer_s = min(_CROWD_ANSWER * size * PROBE_S, _CROWD_ANSWER_S_MAX)
+        self._is_crowd = size > _CROWD
+        answer_s = min(_ANSWER_PROBES_PER_MEMBER * size * PROBE_S, _ANSWER_S_MAX)
         self._crowd_answer_s = answer_s if size > _ANSWER_CROWD else 0.0
         self._near_rest_s, self._distant_rest_s = (
-            REST_S * max(1.0, len(self._peers) / crowd) - HEARTBEAT_INTERVAL_S
-            for crowd in (_CROWD, _DISTANT_CROWD)
+            REST_S * max(1.0, size / crowd) - HEARTBEAT_INTERVAL_S for crowd in (_CROWD, _DISTANT_CROWD)
         )
         self._ticked_s = now_s
         self._awake_s = 0.0  # seconds during which this process ran, as far as ticks show

@@ -16,7 +16,9 @@ from swarm.core.notify import ChangeEvent
 
 _CONCURRENT_MAX = 16
 STRANGERS_MAX = 32  # strangers waiting for a report; above this, those that waited longest must read the DHT
-# The first batch, and the first one after most of a batch did not answer; others are twice as large.
+# Strangers in the first batch, and in the first one after most of a batch did not answer; each further batch
+# is twice as large, up to STRANGERS_MAX. Smaller: many honest newcomers are told later; larger: identities
+# without a peer cost more failed handshakes.
 _BATCH_MIN = 8
 # Interval between batches of reports to strangers. Larger: newcomers to a run with short epochs learn later
 # that an epoch is full.
@@ -35,7 +37,7 @@ class ReportSender:
         self._backoff = Backoff(2 * STRANGERS_PAUSE_S, SILENT_PAUSE_S_MAX)
         self._strangers: dict[PeerId, None] = {}  # strangers that get the next reports
         self._full = False  # those reports say that the epoch is full
-        self._batch = _BATCH_MIN  # strangers that are told at once
+        self._batch = _BATCH_MIN  # largest number of strangers in the next batch
         self._wake = ChangeEvent()
 
     async def send(self, peers: Iterable[PeerId], *, full: bool = False, goodbye: bool = False) -> int:

@@ -392,13 +392,14 @@ class Tracker:
         self, peers: Collection[PeerId], *, among: Collection[PeerId] | None = None, full: bool = False
     ) -> None:
         """Report to the relays of `peers` (`among`: to these only); wait for answers of those that count."""
-        counted = self._counted(peers)
-        members, strangers = (
-            [peer for peer in self._records.relays(one, known) if among is None or peer in among]
-            for one, known in ((counted, ()), ([peer for peer in peers if peer not in counted], counted))
-        )
-        self._sender.send_to_strangers(strangers, full=full)
-        await self._sender.send(members, full=full)
+        members = self._counted(peers)
+        to_members = self._records.relays(members)
+        to_strangers = self._records.relays([peer for peer in peers if peer not in members], known=members)
+        if among is not None:
+            to_members = [peer for peer in to_members if peer in among]
+            to_strangers = [peer for peer in to_strangers if peer in among]
+        self._sender.send_to_strangers(to_strangers, full=full)
+        await self._sender.send(to_members, full=full)
 
     def _counted(self, peers: Iterable[PeerId]) -> Collection[PeerId]:
         """Return those of the peers whose reports count."""
