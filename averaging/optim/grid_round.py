@@ -125,8 +125,8 @@ class GridRound:
                 self._retry_s = now_s + self._retries.next_s()
             return
         is_over = self._certificate() is not None
-        is_first = self._averaged is None and self._number == 1
-        if result.failed and self._averaged is None and (is_over or (is_first and result.reason != "passed")):
+        can_repeat = self._number == 1 and result.reason != "passed"
+        if result.failed and self._averaged is None and (is_over or can_repeat):
             self._outcome = result  # nothing has changed, and it can be tried again
             return
         if result.failed:
