@@ -10,6 +10,7 @@ run began, and needs no earlier receipt.
 
 from __future__ import annotations
 
+import heapq
 import statistics
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -67,8 +68,11 @@ class Totals:
         for peer, samples in credits.items():
             before = by_peer.get(peer, Credit())
             by_peer[peer] = Credit(before.samples + samples, before.rounds + 1)
-        while len(by_peer) > PEERS_MAX:
-            del by_peer[min(by_peer, key=lambda peer: (by_peer[peer].samples, peer.public_key))]
+        if len(by_peer) > PEERS_MAX:  # one pass for all: this runs on the network thread
+            for peer in heapq.nsmallest(
+                len(by_peer) - PEERS_MAX, by_peer, key=lambda peer: (by_peer[peer].samples, peer.public_key)
+            ):
+                del by_peer[peer]
         whole = sum(credits.values())
         is_witnessed = len(credits) > 1 and whole > 0
         return Totals(
