@@ -162,6 +162,7 @@ BODY = [RUN, HEAD, [1, 1, 1, 1], PEERS[0].public_key, [5], [1], {}]
         (4, [1 << 63]),
         (5, None),
         (6, {b"short": bytes(64)}),
+        (6, {32 * "a": bytes(64)}),
         (6, [1]),
         (6, {bytes([number]) * 32: bytes(64) for number in range(65)}),
         (6, {PEERS[0].public_key: 1 << 40}),
