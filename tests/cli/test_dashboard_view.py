@@ -113,7 +113,7 @@ def test_one_key_pauses_and_a_key_that_takes_something_away_is_pressed_twice() -
     state.key("r", board)
     assert state.action is None
     assert state.notice == "press r again to revoke kitchen 1"
-    state.key("down", board)  # another row: it asks again
+    state.key("end", board)  # another row: it asks again
     state.key("r", board)
     assert state.action is None
     state.key("r", board)

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 
 from rich.text import Text
 
-from swarm.cli.render.monitor import headline
+from swarm.cli.render.monitor import headline, moved
 from swarm.cli.render.output import printable
 from swarm.core.wording import duration
 from swarm.monitor.logic.view import MonitorView, PeerView
@@ -18,7 +18,6 @@ from swarm.run.issued import IssuedInvite
 Tab: TypeAlias = Literal["members", "invites"]
 # the action of a key; "line": ask for a line of text, the owner's message
 Action: TypeAlias = Literal["pause", "end", "revoke", "line"]
-_PAGE = 8
 _KEYS = "q quit  ↑↓ choose  tab members/invites  p pause  r revoke  m message  e end"
 
 
@@ -53,14 +52,11 @@ class DashboardState:
         subjects = self.subjects(dashboard)
         count, confirm, self.action = len(subjects), self._to_confirm, None
         self._to_confirm = None
-        moves = {"up": -1, "k": -1, "down": 1, "j": 1, "page up": -_PAGE, "page down": _PAGE}
         subject = subjects[self.chosen] if self.chosen < count else ""
         if name == "q":
             self.quit = True
         elif name == "tab":
             self.tab, self.chosen = ("invites" if self.tab == "members" else "members"), 0
-        elif name in moves:
-            self.chosen = min(max(0, self.chosen + moves[name]), max(0, count - 1))
         elif name == "p":
             self.action = "pause"
         elif name == "m":
@@ -74,6 +70,8 @@ class DashboardState:
             what = "end or reopen the run" if name == "e" else f"revoke {self.name_of(dashboard, subject)}"
             self.notice = f"press {name} again to {what}"
             return
+        else:
+            self.chosen = moved(self.chosen, name, count)
         self.notice = ""
 
     def tell(self, text: str) -> None:
