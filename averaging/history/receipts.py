@@ -3,9 +3,9 @@ Pure.
 
 Every certificate says how many samples each contributor brought, and a quorum of the electors has signed it.
 The totals at a head follow from all certificates before it, so all peers of a history compute the same ones.
-Peers keep only recent certificates. So after every `EVERY` certificates, the electors sign the totals: a
-receipt. A peer that has the newest receipt and the certificates after it knows what every peer gave since the
-run began, and needs no earlier receipt.
+Peers keep only recent certificates. So after every `RECEIPT_INTERVAL` certificates, the electors sign the
+totals: a receipt. A peer that has the newest receipt and the certificates after it knows what every peer gave
+since the run began, and needs no earlier receipt.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from swarm.core.ids import PeerId
 
 # certificates between two receipts. Too small: electors sign and call all the time; too large: fewer receipts
 # lie within the 256 certificates that peers keep, and all of them may lack a quorum
-EVERY: Final = 16
+RECEIPT_INTERVAL: Final = 16
 PEERS_MAX: Final = 4096  # peers in a receipt; if there are more, those with the fewest samples are dropped
 # a contributor is credited with at most this many times the median of the electors in its round. Too small: a
 # large GPU among laptops is credited with less than it gave; too large: a member that lies is credited with
@@ -116,8 +116,8 @@ class Receipt:
 
     def check(self, electors: Sequence[PeerId]) -> None:
         """Raise PeerError unless a quorum of the electors of its head has signed it."""
-        if self.totals.certificates % EVERY:
-            raise PeerError(f"a receipt is made after every {EVERY} certificates")
+        if self.totals.certificates % RECEIPT_INTERVAL:
+            raise PeerError(f"a receipt is made after every {RECEIPT_INTERVAL} certificates")
         statement = receipt_statement(self.run, self.head, self.totals)
         for peer, signature in self.signatures.items():
             if not verify(peer, statement, signature):
@@ -285,7 +285,7 @@ class ReceiptBook:
                 self._mark(head, totals, electors_at(chain, head))
 
     def _mark(self, head: bytes, totals: Totals, electors: tuple[PeerId, ...]) -> None:
-        if totals.certificates % EVERY or head in self._marks:
+        if totals.certificates % RECEIPT_INTERVAL or head in self._marks:
             return
         self._marks[head] = _Mark(totals, electors, receipt_statement(self._run, head, totals))
         if len(self._marks) > _MARKS_MAX:

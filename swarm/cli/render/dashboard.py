@@ -13,11 +13,11 @@ from swarm.cli.render.monitor import headline, moved
 from swarm.cli.render.output import printable
 from swarm.core.wording import duration
 from swarm.monitor.logic.view import MonitorView, PeerView
-from swarm.run.issued import IssuedInvite
+from swarm.run.issued_invites import IssuedInvite
 
 Tab: TypeAlias = Literal["members", "invites"]
-# the action of a key; "line": ask for a line of text, the owner's message
-Action: TypeAlias = Literal["pause", "end", "revoke", "line"]
+# the action of a key; "message": ask the owner for its message to volunteers
+Action: TypeAlias = Literal["pause", "end", "revoke", "message"]
 _KEYS = "q quit  ↑↓ choose  tab members/invites  p pause  r revoke  m message  e end"
 
 
@@ -60,7 +60,7 @@ class DashboardState:
         elif name == "p":
             self.action = "pause"
         elif name == "m":
-            self.action = "line"
+            self.action = "message"
         elif name == "e" or (name == "r" and subject):
             about = subject if name == "r" else ""
             if confirm == (name, about):
