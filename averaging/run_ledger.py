@@ -44,8 +44,8 @@ class RunLedger:
         self._own, self._run, self._standing = own, run, standing
         self._head = b""  # the head up to which certificates were counted
         self._is_large = False  # according to the last of them, the run is larger than a group
-        # Faults in rounds on that head that were not committed, by peer. They count unless others commit the
-        # head in a group without this peer: who knows that group leaves, or never begins, the other one.
+        # Faults by peer in rounds on that head that did not commit. They count unless a group without this
+        # peer commits a round on that head: members that learned of it were right to leave this peer's group.
         self._uncertain: dict[PeerId, str] = {}
         self._ledger, self._clock, self._path = MemberLedger(own), clock, path
         self._lock = threading.Lock()
@@ -81,8 +81,8 @@ class RunLedger:
 
     def fault(self, peer: PeerId, reason: str, *, held: bool = False, committed: bool = True) -> None:
         """Record that a member of a group kept its round from going well; `held`: as its leader. A fault in a
-        round that was not `committed` counts when the next round is searched for on the same head, or when
-        the head is committed by a group with this peer.
+        round that was not `committed` counts once this peer searches for the next round on the same head, or
+        once a group with this peer commits a round on it.
         """
         with self._lock:
             if committed or held:
@@ -104,7 +104,7 @@ class RunLedger:
         return peer in self._uncertain or self._ledger.is_doubted(peer)
 
     def with_receipts(self, use: Callable[[ReceiptBook], T]) -> T:
-        """Return what `use` makes of the receipts of this peer's history, which nobody changes meanwhile."""
+        """Call `use` with the receipts of this peer's history, under the lock, and return its result."""
         with self._lock:
             return use(self._receipts)
 

@@ -267,7 +267,7 @@ class ReceiptBook:
     def _sum_up(self) -> None:
         chain = self._chain
         assert chain is not None
-        if self._saved is not None and self._has_signed(self._saved):
+        if self._saved is not None and self._is_signed(self._saved):
             self.newest, self._saved = self._saved, None
         heads = {chain.head, *(one.head for one in chain.certificates)}
         known = {head: mark.totals for head, mark in self._marks.items() if head in heads}
@@ -360,7 +360,7 @@ class ReceiptBook:
                 self._adopted = self.newest.head
             return
         if self.totals is not None and (self._adopted is None or not self._is_later(receipt)):
-            raise PeerError("a receipt with other totals than follow from this peer's history")
+            raise PeerError("a receipt with other totals than those of this peer's history")
         self._marks.clear()
         self.newest = receipt
         self._sum_up()
@@ -377,10 +377,11 @@ class ReceiptBook:
             self.newest = receipt
 
     def _knows(self, receipt: Receipt) -> bool:
+        """Return whether the head of a receipt is in this peer's history."""
         return self._chain is not None and bool(electors_at(self._chain, receipt.head))
 
-    def _has_signed(self, receipt: Receipt) -> bool:
-        """Return whether a quorum of electors of this peer's history has signed a receipt."""
+    def _is_signed(self, receipt: Receipt) -> bool:
+        """Return whether a quorum of the electors at its head has signed a receipt."""
         assert self._chain is not None
         try:
             receipt.check(electors_at(self._chain, receipt.head))
