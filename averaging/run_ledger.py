@@ -23,7 +23,6 @@ _log = logging.getLogger(__name__)
 
 _SAVE_INTERVAL_S = 60.0
 _FILE_BYTES_MAX = 1 << 20
-_RECEIPT_SUFFIX = ".receipt"
 
 T = TypeVar("T")
 
@@ -53,7 +52,7 @@ class RunLedger:
         self._receipts, self._receipt_saved = ReceiptBook(own, run), b""
         if path is not None:
             read_json_copy(path, "ledger", _FILE_BYTES_MAX, self._ledger.load)
-            _read_receipt(path.with_suffix(_RECEIPT_SUFFIX), self._receipts)
+            _read_receipt(_receipt_path(path), self._receipts)
 
     def follow(self, lineage: Lineage) -> None:
         """Count the certificates that are new in this peer's history, whose electors are members.
@@ -166,10 +165,15 @@ class RunLedger:
             if document is not None:
                 write_private(self._path, json.dumps(document).encode())
             if receipt != self._receipt_saved:
-                write_private(self._path.with_suffix(_RECEIPT_SUFFIX), receipt)
+                write_private(_receipt_path(self._path), receipt)
                 self._receipt_saved = receipt
         except OSError as error:
             _log.warning("the ledger %s cannot be written: %s", self._path, error)
+
+
+def _receipt_path(ledger: Path) -> Path:
+    """Return the file of the receipt beside a ledger, whose name ends with the run's id."""
+    return ledger.with_name(f"{ledger.name}.receipt")
 
 
 def _read_receipt(path: Path, book: ReceiptBook) -> None:
