@@ -172,7 +172,7 @@ def served(server: socketserver.TCPServer) -> Iterator[str]:
 
 def test_alerts_reach_a_web_address_and_a_command_and_carry_no_control_characters(tmp_path: Path) -> None:
     Hook.received, Hook.refuse = [], 1
-    mail, said = tmp_path / "mail", list[str]()
+    mail, said, told = tmp_path / "mail", list[str](), threading.Event()
     script = f"import pathlib, sys; pathlib.Path({str(mail)!r}).write_text(sys.stdin.read())"
 
     def tell(text: str) -> None:
@@ -187,7 +187,7 @@ def test_alerts_reach_a_web_address_and_a_command_and_carry_no_control_character
             deadline_s = time.monotonic() + 30.0
             while not mail.exists() and len(said) < 2:
                 assert time.monotonic() < deadline_s, "neither a mail nor a failure came within 30 s"
-                time.sleep(0.05)
+                told.wait(0.05)  # nothing tells that the command has ended
     (body,) = Hook.received
     assert body["kind"] == "lineage"
     assert body["event"] == "alert"
