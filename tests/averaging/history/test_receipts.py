@@ -13,9 +13,9 @@ from averaging.history.encoding import decode_chain, encode_chain
 from averaging.history.lineage import Lineage
 from averaging.history.receipts import (
     CREDIT_RATIO_MAX,
-    RECEIPT_INTERVAL,
     PEERS_MAX,
     RECEIPT_BYTES_MAX,
+    RECEIPT_INTERVAL,
     Credit,
     Receipt,
     ReceiptBook,
