@@ -23,7 +23,6 @@ _log = logging.getLogger(__name__)
 
 _SAVE_INTERVAL_S = 60.0
 _FILE_BYTES_MAX = 1 << 20
-_RECEIPT_SUFFIX = ".receipt"
 
 T = TypeVar("T")
 
@@ -44,8 +43,8 @@ class RunLedger:
         self._own, self._run, self._standing = own, run, standing
         self._head = b""  # the head up to which certificates were counted
         self._is_large = False  # according to the last of them, the run is larger than a group
-        # Faults in rounds on that head that were not committed, by peer. They count unless others commit the
-        # head in a group without this peer: who knows that group leaves, or never begins, the other one.
+        # Faults by peer in rounds on that head that did not commit. They count unless a group without this
+        # peer commits a round on that head: members that learned of it were right to leave this peer's group.
         self._uncertain: dict[PeerId, str] = {}
         self._ledger, self._clock, self._path = MemberLedger(own), clock, path
         self._lock = threading.Lock()
@@ -53,7 +52,7 @@ class RunLedger:
         self._receipts, self._receipt_saved = ReceiptBook(own, run), b""
         if path is not None:
             read_json_copy(path, "ledger", _FILE_BYTES_MAX, self._ledger.load)
-            _read_receipt(path.with_suffix(_RECEIPT_SUFFIX), self._receipts)
+            _read_receipt(_receipt_path(path), self._receipts)
 
     def follow(self, lineage: Lineage) -> None:
         """Count the certificates that are new in this peer's history, whose electors are members.
@@ -82,8 +81,8 @@ class RunLedger:
 
     def fault(self, peer: PeerId, reason: str, *, held: bool = False, committed: bool = True) -> None:
         """Record that a member of a group kept its round from going well; `held`: as its leader. A fault in a
-        round that was not `committed` counts when the next round is searched for on the same head, or when
-        the head is committed by a group with this peer.
+        round that was not `committed` counts once this peer searches for the next round on the same head, or
+        once a group with this peer commits a round on it.
         """
         with self._lock:
             if committed or held:
@@ -105,7 +104,7 @@ class RunLedger:
         return peer in self._uncertain or self._ledger.is_doubted(peer)
 
     def with_receipts(self, use: Callable[[ReceiptBook], T]) -> T:
-        """Return what `use` makes of the receipts of this peer's history, which nobody changes meanwhile."""
+        """Call `use` with the receipts of this peer's history, under the lock, and return its result."""
         with self._lock:
             return use(self._receipts)
 
@@ -167,10 +166,15 @@ class RunLedger:
             if document is not None:
                 write_private(self._path, json.dumps(document).encode())
             if receipt != self._receipt_saved:
-                write_private(self._path.with_suffix(_RECEIPT_SUFFIX), receipt)
+                write_private(_receipt_path(self._path), receipt)
                 self._receipt_saved = receipt
         except OSError as error:
             _log.warning("the ledger %s cannot be written: %s", self._path, error)
+
+
+def _receipt_path(ledger: Path) -> Path:
+    """Return the file of the receipt beside a ledger, whose name ends with the run's id."""
+    return ledger.with_name(f"{ledger.name}.receipt")
 
 
 def _read_receipt(path: Path, book: ReceiptBook) -> None:

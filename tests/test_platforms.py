@@ -12,8 +12,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("swarm", "averaging", "moe")
 IMPORTED = """
 import importlib, pkgutil, sys
-from tests.elsewhere import lose_what_few_systems_have
-lose_what_few_systems_have()
+from tests.without_fork_and_uvloop import hide_uvloop_and_fork
+hide_uvloop_and_fork()
 for package in {packages}:
     for module in pkgutil.walk_packages(importlib.import_module(package).__path__, package + "."):
         if module.name.rpartition(".")[2] != "__main__" and not module.name.startswith({left_out}):
@@ -48,7 +48,7 @@ def test_every_module_is_imported_without_uvloop_and_fork() -> None:
 )
 def test_unit_tests_pass_without_uvloop_and_fork(chosen: list[str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.elsewhere", "-q", "-p", "no:cacheprovider", *chosen],
+        [sys.executable, "-m", "tests.without_fork_and_uvloop", "-q", "-p", "no:cacheprovider", *chosen],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -3,13 +3,14 @@ Pure.
 
 Every certificate says how many samples each contributor brought, and a quorum of the electors has signed it.
 The totals at a head follow from all certificates before it, so all peers of a history compute the same ones.
-Peers keep only recent certificates. So after every `EVERY` certificates, the electors sign the totals: a
-receipt. A peer that has the newest receipt and the certificates after it knows what every peer gave since the
-run began, and needs no earlier receipt.
+Peers keep only recent certificates. So after every `RECEIPT_INTERVAL` certificates, the electors sign the
+totals: a receipt. A peer that has the newest receipt and the certificates after it knows what every peer gave
+since the run began, and needs no earlier receipt.
 """
 
 from __future__ import annotations
 
+import heapq
 import statistics
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,7 +30,7 @@ from swarm.core.ids import PeerId
 
 # certificates between two receipts. Too small: electors sign and call all the time; too large: fewer receipts
 # lie within the 256 certificates that peers keep, and all of them may lack a quorum
-EVERY: Final = 16
+RECEIPT_INTERVAL: Final = 16
 PEERS_MAX: Final = 4096  # peers in a receipt; if there are more, those with the fewest samples are dropped
 # a contributor is credited with at most this many times the median of the electors in its round. Too small: a
 # large GPU among laptops is credited with less than it gave; too large: a member that lies is credited with
@@ -67,8 +68,11 @@ class Totals:
         for peer, samples in credits.items():
             before = by_peer.get(peer, Credit())
             by_peer[peer] = Credit(before.samples + samples, before.rounds + 1)
-        while len(by_peer) > PEERS_MAX:
-            del by_peer[min(by_peer, key=lambda peer: (by_peer[peer].samples, peer.public_key))]
+        if len(by_peer) > PEERS_MAX:  # one pass for all: this runs on the network thread
+            for peer in heapq.nsmallest(
+                len(by_peer) - PEERS_MAX, by_peer, key=lambda peer: (by_peer[peer].samples, peer.public_key)
+            ):
+                del by_peer[peer]
         whole = sum(credits.values())
         is_witnessed = len(credits) > 1 and whole > 0
         return Totals(
@@ -112,8 +116,8 @@ class Receipt:
 
     def check(self, electors: Sequence[PeerId]) -> None:
         """Raise PeerError unless a quorum of the electors of its head has signed it."""
-        if self.totals.certificates % EVERY:
-            raise PeerError(f"a receipt is made after every {EVERY} certificates")
+        if self.totals.certificates % RECEIPT_INTERVAL:
+            raise PeerError(f"a receipt is made after every {RECEIPT_INTERVAL} certificates")
         statement = receipt_statement(self.run, self.head, self.totals)
         for peer, signature in self.signatures.items():
             if not verify(peer, statement, signature):
@@ -263,7 +267,7 @@ class ReceiptBook:
     def _sum_up(self) -> None:
         chain = self._chain
         assert chain is not None
-        if self._saved is not None and self._has_signed(self._saved):
+        if self._saved is not None and self._is_signed(self._saved):
             self.newest, self._saved = self._saved, None
         heads = {chain.head, *(one.head for one in chain.certificates)}
         known = {head: mark.totals for head, mark in self._marks.items() if head in heads}
@@ -281,7 +285,7 @@ class ReceiptBook:
                 self._mark(head, totals, electors_at(chain, head))
 
     def _mark(self, head: bytes, totals: Totals, electors: tuple[PeerId, ...]) -> None:
-        if totals.certificates % EVERY or head in self._marks:
+        if totals.certificates % RECEIPT_INTERVAL or head in self._marks:
             return
         self._marks[head] = _Mark(totals, electors, receipt_statement(self._run, head, totals))
         if len(self._marks) > _MARKS_MAX:
@@ -356,7 +360,7 @@ class ReceiptBook:
                 self._adopted = self.newest.head
             return
         if self.totals is not None and (self._adopted is None or not self._is_later(receipt)):
-            raise PeerError("a receipt with other totals than follow from this peer's history")
+            raise PeerError("a receipt with other totals than those of this peer's history")
         self._marks.clear()
         self.newest = receipt
         self._sum_up()
@@ -373,10 +377,11 @@ class ReceiptBook:
             self.newest = receipt
 
     def _knows(self, receipt: Receipt) -> bool:
+        """Return whether the head of a receipt is in this peer's history."""
         return self._chain is not None and bool(electors_at(self._chain, receipt.head))
 
-    def _has_signed(self, receipt: Receipt) -> bool:
-        """Return whether a quorum of electors of this peer's history has signed a receipt."""
+    def _is_signed(self, receipt: Receipt) -> bool:
+        """Return whether a quorum of the electors at its head has signed a receipt."""
         assert self._chain is not None
         try:
             receipt.check(electors_at(self._chain, receipt.head))

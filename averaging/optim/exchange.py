@@ -260,8 +260,8 @@ async def ask_holders(
     pause_s: float = 0.0,
 ) -> None:
     """Ask the peers of each list, which hold the same item, one after the other until one has answered;
-    `at_once` lists concurrently. `ask` returns whether the peer has answered; after one that did not nobody
-    is asked in its place for `pause_s`.
+    `at_once` lists concurrently. `ask` returns whether the peer has answered. After a peer that has not,
+    its list waits `pause_s` and keeps its place among the `at_once`, so that failures slow the calls down.
     """
     places = asyncio.Semaphore(at_once)
 

@@ -1,4 +1,4 @@
-"""A limit of the calls that are under way from this peer to each server of experts."""
+"""A limit of the concurrent calls from this peer to each server of experts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ OPEN_MAX = 64
 
 
 class CallSlots:
-    """Lets at most OPEN_MAX calls to a server begin, further ones when one of these has ended. Lives on the
-    network loop.
+    """Limits the concurrent calls to each server to OPEN_MAX: further ones wait for a slot, in the order in
+    which they came. Used on the network loop only.
     """
 
     def __init__(self) -> None:
@@ -27,8 +27,8 @@ class CallSlots:
 
     @contextlib.asynccontextmanager
     async def to(self, peer: PeerId, deadline_s: float) -> AsyncIterator[None]:
-        """Count a call. `deadline_s` is a time of the loop's clock. Raises DeadlineExceeded when there was no
-        slot until then.
+        """Hold a slot for a call. `deadline_s` is a time of the loop's clock. Raises DeadlineExceeded when no
+        slot was free until then.
         """
         slots = self._slots.get(peer)
         if slots is None:
@@ -42,7 +42,7 @@ class CallSlots:
                 else:
                     await slots.acquire()
             except TimeoutError:
-                raise DeadlineExceeded(f"{OPEN_MAX} other calls to peer {peer} took all the time") from None
+                raise DeadlineExceeded(f"{OPEN_MAX} other calls to peer {peer} did not end in time") from None
             try:
                 yield
             finally:

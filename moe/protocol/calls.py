@@ -172,7 +172,7 @@ class ExpertCalls:
     def __init__(self, channels: Channels, pool: ThreadPoolExecutor) -> None:
         self._channels, self._pool = channels, pool
         self._schemas: OrderedDict[bytes, ExpertSchema] = OrderedDict()  # by digest
-        self._open = CallSlots()
+        self._slots = CallSlots()
         # held while a server is asked for a schema
         self._asking: dict[tuple[PeerId, bytes], asyncio.Lock] = {}
 
@@ -377,17 +377,6 @@ class ExpertCalls:
         """Send a request as soon as not too many others are under way to that server, receive the reply and
         decode its tensors.
         """
-        async with self._open.to(replica.peer_id, deadline_s):
-            return await self._exchange_now(replica, request, payloads, expected, deadline_s)
-
-    async def _exchange_now(
-        self,
-        replica: ExpertReplica,
-        request: ExpertRequest,
-        payloads: list[TensorPayload],
-        expected: ExpectedReply,
-        deadline_s: float,
-    ) -> tuple[ExpertReply, list[torch.Tensor | None]]:
         request.tensors.extend(methods.wire_headers(payloads))
         size = payload_bytes(payloads)
         if max(size, expected.size_bytes) > methods.PAYLOAD_BYTES_MAX:
@@ -395,16 +384,17 @@ class ExpertCalls:
                 f"a call of an expert carries at most {methods.PAYLOAD_BYTES_MAX >> 20} MiB each way: "
                 "split the batch"
             )
-        timeout_s = deadline_s - asyncio.get_running_loop().time()
         payload: Buffer | torch.Tensor
-        if size <= methods.INLINE_BYTES_MAX and expected.size_bytes <= methods.INLINE_BYTES_MAX:
-            request.payload = join_payloads(payloads)
-            reply = await self._channels.call(replica.contact, methods.CALL, request, timeout_s=timeout_s)
-            _raise_unless_ok(replica, request, reply)
-            payload = reply.payload
-        else:
-            request.payload_bytes = size
-            reply, payload = await self._stream(replica, request, payloads, expected, timeout_s)
+        async with self._slots.to(replica.peer_id, deadline_s):
+            timeout_s = deadline_s - asyncio.get_running_loop().time()
+            if size <= methods.INLINE_BYTES_MAX and expected.size_bytes <= methods.INLINE_BYTES_MAX:
+                request.payload = join_payloads(payloads)
+                reply = await self._channels.call(replica.contact, methods.CALL, request, timeout_s=timeout_s)
+                _raise_unless_ok(replica, request, reply)
+                payload = reply.payload
+            else:
+                request.payload_bytes = size
+                reply, payload = await self._stream(replica, request, payloads, expected, timeout_s)
         if len(payload) <= _POOLED_BYTES:
             return reply, expected.read(replica, reply, payload)
         return reply, await asyncio.get_running_loop().run_in_executor(

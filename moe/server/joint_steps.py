@@ -169,7 +169,7 @@ class JointExpert:
         return self._own
 
     def halt(self) -> None:
-        """Begin nothing any more. Any thread may call it."""
+        """Begin no further step, and take over no state any more. Any thread may call it."""
         self._halted = True
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from swarm.cli.render.dashboard import Action, Dashboard, DashboardState
     from swarm.monitor.watching import Watch
     from swarm.run.changes import Change
+    from swarm.run.issued_invites import IssuedInvite
     from swarm.run.signed import SignedSpecification
 
 _POLL_S = 0.25
@@ -63,18 +65,18 @@ def dashboard(run: str, addresses: tuple[str, ...], identity: str | None, once: 
     if is_live:
         click.echo("looking for the members of the run")
     with contextlib.closing(own), Watch(WatchConfig(entry=entries, run=run), own) as watch:
-        desk = Desk(watch, owner)
+        console = OwnerConsole(watch, owner)
         begun_s = time.monotonic()
         while not watch.view().peers and time.monotonic() - begun_s < _FIRST_S:
             time.sleep(_POLL_S)
         if is_live:
-            _run_live(desk)
+            _run_live(console)
         else:
-            _print(desk.look(), as_json=as_json)
+            _print(console.look(), as_json=as_json)
     return 0
 
 
-class Desk:
+class OwnerConsole:
     """The owner's view of its run, and its changes."""
 
     def __init__(self, watch: Watch, owner: Identity) -> None:
@@ -98,15 +100,16 @@ class Desk:
 
     def look(self) -> Dashboard:
         """Return the present state of the run."""
-        return self._watch.node.network.run(self._look(), TURN_S_MAX)
+        from swarm.run.issued_invites import IssuedInvites
 
-    async def _look(self) -> Dashboard:
+        invites = IssuedInvites(specifications_folder(), self.signed.run_id).all()
+        return self._watch.node.network.run(self._look(invites), TURN_S_MAX)
+
+    async def _look(self, invites: Sequence[IssuedInvite]) -> Dashboard:
         from swarm.cli.render.dashboard import Dashboard
         from swarm.dht.logic.blobs import version_text
-        from swarm.run.issued import IssuedInvites
 
         view, membership = self._watch.view_now(), self._watch.node.membership
-        invites = IssuedInvites(specifications_folder(), self.signed.run_id).all()
         used = {}
         if membership is not None:
             for one in invites:
@@ -134,8 +137,10 @@ class Desk:
             words += sorted(membership.admission.roles(peer, node.clock.swarm_s()))
         return ", ".join(words)
 
-    def change_for(self, action: Action, subject: str, line: str) -> Change:
-        """Return the change that a key asks for. `subject`: that of the chosen row; `line`: the message."""
+    def change_for(self, action: Action, subject: str, message: str) -> Change:
+        """Return the change that a key asks for. `subject`: that of the chosen row; `message`: the text for
+        volunteers.
+        """
         from swarm.run.changes import Change
 
         training = self.signed.training
@@ -143,8 +148,8 @@ class Desk:
             return Change(paused=not training.paused)
         if action == "end":
             return Change(ended=not training.ended)
-        if action == "line":
-            return Change(message=line)
+        if action == "message":
+            return Change(message=message)
         if training.members == "invited":
             return Change(revoke=(subject,))
         return Change(ban=(subject,))
@@ -207,53 +212,60 @@ def _print(dashboard: Dashboard, *, as_json: bool) -> None:
             output.emit(Result(name="invite", fields=fields, text=""))
 
 
-def _run_live(desk: Desk) -> None:
+def _run_live(console: OwnerConsole) -> None:
     """Show the run on the whole terminal until the owner presses `q`."""
     from swarm.cli.render.dashboard import DashboardState
 
     state = DashboardState()
     with ThreadPoolExecutor(1) as worker:
         while not state.quit:
-            _screen(desk, state, worker)
-            if state.action == "line" and not state.quit:
-                line = click.prompt("Message to volunteers, empty for none", default="", show_default=False)
-                _begin(desk, state, worker, "line", "", line)
+            _screen(console, state, worker)
+            if state.action == "message" and not state.quit:
+                message = click.prompt(
+                    "Message to volunteers, empty for none", default="", show_default=False
+                )
+                _begin(console, state, worker, "message", "", message)
 
 
 def _begin(
-    desk: Desk, state: DashboardState, worker: ThreadPoolExecutor, action: Action, subject: str, line: str
+    console: OwnerConsole,
+    state: DashboardState,
+    worker: ThreadPoolExecutor,
+    action: Action,
+    subject: str,
+    message: str,
 ) -> None:
     """Begin a change in the background."""
     try:
-        wanted = desk.change_for(action, subject, line)
+        wanted = console.change_for(action, subject, message)
     except UsageError as error:
         state.notice = str(error)
         return
     state.notice = "publishing the change"
-    future = worker.submit(desk.change, wanted)
+    future = worker.submit(console.change, wanted)
     future.add_done_callback(lambda done: state.tell(done.result()))
 
 
-def _screen(desk: Desk, state: DashboardState, worker: ThreadPoolExecutor) -> None:
-    """Show the screen until the owner quits or is asked for a line."""
+def _screen(console: OwnerConsole, state: DashboardState, worker: ThreadPoolExecutor) -> None:
+    """Show the screen until the owner quits or is asked for a message."""
     from rich.console import Console, Group
     from rich.live import Live
 
     from swarm.cli.keyboard import Keys
     from swarm.cli.render.dashboard import render_dashboard
 
-    console, next_s, dashboard = Console(highlight=False), 0.0, desk.look()
-    with Live(console=console, screen=True, auto_refresh=False) as live, Keys() as keys:
+    screen, next_s, dashboard = Console(highlight=False), 0.0, console.look()
+    with Live(console=screen, screen=True, auto_refresh=False) as live, Keys() as keys:
         while not state.quit:
             if time.monotonic() >= next_s:
-                next_s, dashboard = time.monotonic() + 1.0, desk.look()
-            columns, rows = console.size
+                next_s, dashboard = time.monotonic() + 1.0, console.look()
+            columns, rows = screen.size
             live.update(Group(*render_dashboard(dashboard, state, columns, rows - 1)), refresh=True)
             key = keys.next(_POLL_S)
             if key is None:
                 continue
             state.key(key, dashboard)
-            if state.action == "line":
+            if state.action == "message":
                 return
             if state.action is not None:
-                _begin(desk, state, worker, state.action, state.chosen_subject(dashboard), "")
+                _begin(console, state, worker, state.action, state.chosen_subject(dashboard), "")

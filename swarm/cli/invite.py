@@ -82,7 +82,7 @@ def invite(run: str, addresses: tuple[str, ...], identity: str | None, as_json: 
       swarm invite bytelm --for 12D3KooW... --role train --role invite
       swarm change bytelm --revoke swarm1...
     """
-    from swarm.run.issued import IssuedInvites
+    from swarm.run.issued_invites import IssuedInvites
     from swarm.run.membership import identity_of
 
     signed = _invited_run(run)
@@ -166,7 +166,7 @@ def starting_invite(owner: Identity, specification: OwnedSpecification) -> Invit
     """Return the invite with which an owner's own volunteer enters its run. The command prints it for
     others.
     """
-    from swarm.run.issued import IssuedInvites
+    from swarm.run.issued_invites import IssuedInvites
     from swarm.run.membership import identity_of
     from swarm.run.specification_store import SpecificationStore
 

@@ -77,6 +77,9 @@ class PeerId(_PublicKey):
     __slots__ = ()
 
     def __new__(cls, public_key: bytes) -> PeerId:
+        # decoders pass what other peers sent: a text of 32 characters must not become a key
+        if not isinstance(public_key, bytes):
+            raise UsageError(f"an Ed25519 public key is bytes, not {type(public_key).__name__}")
         if len(public_key) != _PUBLIC_KEY_BYTES:
             raise UsageError(f"an Ed25519 public key has {_PUBLIC_KEY_BYTES} bytes, not {len(public_key)}")
         return super().__new__(cls, public_key)
@@ -86,9 +89,11 @@ class PeerId(_PublicKey):
         """Decode the 38 bytes of the multihash form. Raises UsageError when they are not an Ed25519
         PeerID.
         """
+        if not isinstance(raw, bytes):
+            raise UsageError(f"a PeerID is bytes, not {type(raw).__name__}")
         if len(raw) != len(_PEER_ID_PREFIX) + _PUBLIC_KEY_BYTES or not raw.startswith(_PEER_ID_PREFIX):
             raise UsageError("not an Ed25519 PeerID (38 bytes that begin with 002408011220)")
-        return _peer_id(bytes(raw[len(_PEER_ID_PREFIX) :]))
+        return _peer_id(raw[len(_PEER_ID_PREFIX) :])
 
     @classmethod
     def parse(cls, text: str) -> PeerId:

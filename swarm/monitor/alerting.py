@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import queue
 import shlex
@@ -33,19 +34,16 @@ class AlertChannels:
     """Where alerts go."""
 
     webhook: str | None = None  # an http or https address
-    command: tuple[
-        str, ...
-    ] = ()  # a command with its arguments, which reads a mail's subject and text from standard input
+    # a command with its arguments, which reads a mail's subject and text from standard input; (): none
+    command: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, webhook: str | None, command: str | None) -> AlertChannels:
         """Return the channels of the options of `swarm monitor`. Raise UsageError when one is wrong."""
-        if webhook is not None:
-            parts = urllib.parse.urlsplit(webhook)
-            if parts.scheme not in ("http", "https") or not parts.hostname:
-                raise UsageError(
-                    f"--alert-webhook is an address like https://example.org/hook, not {webhook!r:.80}"
-                )
+        if webhook is not None and not _is_web_address(webhook):
+            raise UsageError(
+                f"--alert-webhook is an address like https://example.org/hook, not {webhook!r:.80}"
+            )
         try:
             words = tuple(shlex.split(command)) if command is not None else ()
         except ValueError as error:
@@ -111,12 +109,13 @@ class Alerting:
             try:
                 send(alert)
                 return
-            except (OSError, subprocess.SubprocessError, ValueError) as error:
+            except (OSError, http.client.HTTPException, subprocess.SubprocessError, ValueError) as error:
                 problem = str(error)
         self._tell(f"an alert could not be sent: {_clean(problem)}")
 
     def _post(self, alert: Alert) -> None:
         assert self._channels.webhook is not None
+        # chat services read the sentence from different fields: Slack from "text", Discord from "content"
         body = {"event": "alert", **asdict(alert), "text": _text(alert), "content": _text(alert)}
         request = urllib.request.Request(
             self._channels.webhook,
@@ -136,6 +135,16 @@ class Alerting:
         if done.returncode:
             said = done.stderr.decode(errors="replace").strip()[:200]
             raise OSError(f"{self._channels.command[0]} ended with {done.returncode}: {said}")
+
+
+def _is_web_address(text: str) -> bool:
+    try:
+        parts = urllib.parse.urlsplit(text)
+        has_port = parts.port != 0  # raises ValueError for what is no port
+    except ValueError:
+        return False
+    is_one_word = text.isprintable() and " " not in text
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and has_port and is_one_word
 
 
 def _text(alert: Alert) -> str:

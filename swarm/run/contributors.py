@@ -20,7 +20,7 @@ from swarm.net.rpc import Caller
 if TYPE_CHECKING:
     from swarm.dht.service.dht_service import DhtService
 
-ASKED_MAX = 6  # number of members to ask
+ASKED_MAX = 6  # members that are asked
 _NAMES_READ_S = 6.0
 
 
@@ -46,10 +46,9 @@ def ranked(totals: Totals, names: Mapping[PeerId, str]) -> list[Contributor]:
 async def fetch_totals(caller: Caller, run_id: str, contacts: Iterable[Contact]) -> Totals:
     """Return the totals of a run from the first few members that answer. Runs on the network thread.
 
-    The totals come from the history that most of these members share. Raises PeerError or NetworkError that
-    says why there are no totals.
+    The totals come from the history that most of these members share. Raises PeerError that says why there
+    are no totals.
     """
-
     reason = "no member of the run is known"
 
     async def ask(contact: Contact) -> tuple[Chain, Receipt | None] | None:

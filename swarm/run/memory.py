@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 _FLOAT32 = 4
 # A process with torch's CPU build and a node that trains an empty model: 373 MiB were measured.
 _CPU_PROCESS_BYTES = 400 << 20
-# the same with CUDA libraries and a CUDA context; an estimate, not measured on a GPU yet
 # What the libraries of a CUDA build of torch add to it, also where the model is on the CPU: an estimate
 _CUDA_LIBRARIES_BYTES = 300 << 20
+# A process with CUDA libraries and a CUDA context: an estimate, not measured on a GPU yet
 _CUDA_PROCESS_BYTES = 2 << 30
 # Shards of a round that are being sent or received, and the buffers in which they are encoded and reduced.
 _ROUND_BYTES_MAX = 96 << 20

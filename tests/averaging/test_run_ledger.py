@@ -10,6 +10,7 @@ import pytest
 
 from averaging.history.certificate import RoundKind, Vote, make_result, vote_statement
 from averaging.history.lineage import Lineage
+from averaging.history.receipts import RECEIPT_BYTES_MAX, RECEIPT_INTERVAL
 from averaging.history.tally import Tally
 from averaging.run_ledger import RunLedger
 from swarm.core.standing import PeerStanding
@@ -161,6 +162,51 @@ def test_a_damaged_copy_is_set_aside_with_one_sentence(
     one.contributed({OTHER.peer_id: 3.0})
     one.save(now=True)
     assert ledger(path).has_standing(OTHER.peer_id)
+
+
+def with_a_receipt(path: Path, run: str, lineage: Lineage) -> RunLedger:
+    """Return a ledger of a run whose only elector has signed a receipt, after saving it."""
+    one = RunLedger(OWN.peer_id, run, Clock(), PeerStanding(), path)
+    for _ in range(RECEIPT_INTERVAL):
+        certify_alone(lineage, OWN)
+    one.follow(lineage)
+    one.with_receipts(lambda book: book.sign(OWN.sign))
+    one.save(now=True)
+    return one
+
+
+def test_runs_of_one_identity_keep_their_receipts_apart(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lineages = {run: Lineage(run, OWN.peer_id) for run in ("r", "s")}
+    paths = {run: tmp_path / f"identity.ledger.{run}" for run in lineages}
+    for run, lineage in lineages.items():
+        with_a_receipt(paths[run], run, lineage)
+    for run, lineage in lineages.items():
+        again = RunLedger(OWN.peer_id, run, Clock(), PeerStanding(), paths[run])
+        again.follow(lineage)
+        newest = again.with_receipts(lambda book: book.newest)
+        assert newest is not None
+        assert newest.run == run
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[" * 100_000, bytes(RECEIPT_BYTES_MAX + 9), b"\x93\x01\x02\x03"]
+)
+def test_a_damaged_receipt_is_set_aside_and_the_ledger_is_kept(
+    content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "identity.ledger.r"
+    one = ledger(path)
+    one.contributed({OTHER.peer_id: 3.0})
+    one.save(now=True)
+    path.with_name("identity.ledger.r.receipt").write_bytes(content)
+    again = ledger(path)
+    assert again.has_standing(OTHER.peer_id)
+    [record] = caplog.records
+    assert "is damaged and cannot be read" in record.getMessage()
+    assert path.with_name("identity.ledger.r.receipt.damaged").read_bytes() == content
 
 
 def test_a_full_disk_does_not_stop_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -15,7 +15,7 @@ from swarm.core.identity import Identity
 from swarm.core.ids import PeerId
 from swarm.membership.invite import RunIdentity, Terms, make_invite
 from swarm.monitor.logic.view import LinkView, MonitorView, PeerView, RunView
-from swarm.run.issued import KEPT_MAX, IssuedInvite, IssuedInvites
+from swarm.run.issued_invites import KEPT_MAX, IssuedInvite, IssuedInvites
 
 NOW_S = 1_000_000.0
 
@@ -113,7 +113,7 @@ def test_one_key_pauses_and_a_key_that_takes_something_away_is_pressed_twice() -
     state.key("r", board)
     assert state.action is None
     assert state.notice == "press r again to revoke kitchen 1"
-    state.key("down", board)  # another row: it asks again
+    state.key("end", board)  # another row: it asks again
     state.key("r", board)
     assert state.action is None
     state.key("r", board)
@@ -126,7 +126,7 @@ def test_one_key_pauses_and_a_key_that_takes_something_away_is_pressed_twice() -
     state.key("r", board)
     assert "the invite" in state.notice
     state.key("m", board)
-    assert state.action == "line"
+    assert state.action == "message"
     state.key("q", board)
     assert state.quit
     empty = DashboardState()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -39,6 +41,13 @@ def test_a_peer_id_survives_both_encodings(public: bytes) -> None:
     assert PeerId.from_bytes(peer.to_bytes()) == peer
     assert len(str(peer)) == 52
     assert 0 <= peer.dht_id < 1 << 256
+
+
+@pytest.mark.parametrize("value", [32 * "a", 38 * "a", [0] * 32, [0] * 38, None, 5, bytes(31), bytearray(32)])
+def test_what_is_no_public_key_of_32_bytes_makes_no_peer_id(value: Any) -> None:
+    for make in (PeerId, PeerId.from_bytes):
+        with pytest.raises(UsageError):
+            make(value)
 
 
 @pytest.mark.parametrize(

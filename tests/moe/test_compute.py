@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from moe.server.expert import Expert
 from moe.server.logic.batching import BatchLimits
-from tests.moe.computing import TIMEOUT_S, batching_of, computing, sgd, tensors_of
+from tests.moe.computing import TIMEOUT_S, batching_of, computing, job_of, sgd, tensors_of
 from tests.moe.late_link import LateLink
 
 WIDTH = 6
@@ -368,3 +369,13 @@ def test_computing_on_the_host_uses_one_thread_and_copies_no_tensor() -> None:
         given = job.inputs[0]
         assert isinstance(given, torch.Tensor)
         assert torch.frombuffer(piece.payload, dtype=torch.float32).data_ptr() == given.data_ptr()
+
+
+def test_shorter_sequences_are_batches_of_their_own_and_cost_less() -> None:
+    module: Any = torch.nn.Identity()
+    module.sequence_dimension = 1
+    expert = Expert(module, (torch.zeros(1, 8, WIDTH),))
+    job = job_of(expert, [torch.zeros(2, 8, WIDTH)])
+    whole, half = (replace(job, sequence_length=length) for length in (8, 4))
+    assert whole.kind != half.kind
+    assert (whole.cost, half.cost) == (2.0, 1.0)

@@ -144,8 +144,11 @@ def test_schemas_of_many_lengths_are_kept_within_a_bound() -> None:
     schema = ExpertSchema.from_samples((torch.zeros(1, 2000),), torch.zeros(1, 2000)).with_shorter(
         ExpertSchema.from_samples((torch.zeros(1, 1000),), torch.zeros(1, 1000))
     )
+    first = schema.at(1)
+    assert schema.at(1) is first
     for length in range(1, 2001):
         assert schema.at(length).input_leaves[0].shape == (length,)
+    assert schema.at(1) is not first, "it was dropped for later ones"
 
 
 @pytest.mark.parametrize(

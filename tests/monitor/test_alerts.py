@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import http.server
 import json
+import socketserver
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -157,12 +159,11 @@ class Hook(http.server.BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def served() -> Iterator[str]:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hook)
+def served(server: socketserver.TCPServer) -> Iterator[str]:
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}/hook"
+        yield f"http://127.0.0.1:{server.server_address[1]}/hook"
     finally:
         server.shutdown()
         server.server_close()
@@ -171,20 +172,22 @@ def served() -> Iterator[str]:
 
 def test_alerts_reach_a_web_address_and_a_command_and_carry_no_control_characters(tmp_path: Path) -> None:
     Hook.received, Hook.refuse = [], 1
-    mail, said, done = tmp_path / "mail", list[str](), threading.Event()
+    mail, said, told = tmp_path / "mail", list[str](), threading.Event()
     script = f"import pathlib, sys; pathlib.Path({str(mail)!r}).write_text(sys.stdin.read())"
 
     def tell(text: str) -> None:
         said.append(text)
 
-    with served() as url:
+    with served(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hook)) as url:
         channels = AlertChannels.parse(url, f'"{sys.executable}" -c "{script}"')
         with Alerting(channels, tell, pause_s=0.01) as alerting:
             alerting.on_view(view(0))
             hostile = event(7, "break", "a\r\nBcc: everybody\x1b[31m \u202eb continued without a majority")
             alerting.on_view(view(5, events=(hostile,)))
-            while not mail.exists() and not done.wait(0.05) and len(said) < 2:
-                pass
+            deadline_s = time.monotonic() + 30.0
+            while not mail.exists() and len(said) < 2:
+                assert time.monotonic() < deadline_s, "neither a mail nor a failure came within 30 s"
+                told.wait(0.05)  # nothing tells that the command has ended
     (body,) = Hook.received
     assert body["kind"] == "lineage"
     assert body["event"] == "alert"
@@ -196,6 +199,28 @@ def test_alerts_reach_a_web_address_and_a_command_and_carry_no_control_character
     assert lines[1] == ""
     assert len(lines) == 3
     assert said[0].startswith("alert: a  Bcc")
+
+
+def test_a_web_server_that_answers_no_http_stops_no_later_alert() -> None:
+    said, told = list[str](), threading.Event()
+
+    def tell(text: str) -> None:
+        said.append(text)
+        if len(said) == 4:
+            told.set()
+
+    class Garbage(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            self.wfile.write(b"no HTTP\r\n\r\n")
+
+    with (
+        served(socketserver.ThreadingTCPServer(("127.0.0.1", 0), Garbage)) as url,
+        Alerting(AlertChannels.parse(url, None), tell, pause_s=0.01) as alerting,
+    ):
+        alerting.on_view(view(0, link=LinkView(status="lost")))
+        alerting.on_view(view(REPEAT_S, link=LinkView(status="lost")))
+        assert told.wait(30), said
+    assert [one.split(":")[0] for one in said] == ["alert", "an alert could not be sent"] * 2
 
 
 def test_an_alert_that_cannot_be_sent_is_said(tmp_path: Path) -> None:
@@ -214,7 +239,19 @@ def test_an_alert_that_cannot_be_sent_is_said(tmp_path: Path) -> None:
     assert said[1].endswith("ended with 1: no mail here")
 
 
-@pytest.mark.parametrize("url", ["ftp://example.org", "example.org/hook", "file:///etc/passwd", "http://"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "ftp://example.org",
+        "example.org/hook",
+        "file:///etc/passwd",
+        "http://",
+        "http://[::1",
+        "http://example.org:99999/hook",
+        "http://example.org:port/hook",
+        "http://example.org/a hook",
+    ],
+)
 def test_a_webhook_is_a_web_address(url: str) -> None:
     with pytest.raises(UsageError, match="--alert-webhook is an address like https"):
         AlertChannels.parse(url, None)

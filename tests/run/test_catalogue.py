@@ -97,6 +97,8 @@ def test_an_entry_stands_in_its_own_place_only() -> None:
         (key, replace(entry, value={**value, "name": "other"})),
         (key, replace(entry, value={**value, "name": "a\x1b[31m"})),
         (key, replace(entry, value={**value, "owner": b"nobody"})),
+        (key, replace(entry, value={**value, "owner": [0] * 38})),
+        (key, replace(entry, value={**value, "recovery_key": [0] * 38})),
         (key, replace(entry, value={**value, "addresses": ["nowhere"]})),
         (key, replace(entry, value=[])),
         (key, replace(entry, value={})),

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from averaging.history.receipts import CREDIT_RATIO_MAX, EVERY, Totals
+from averaging.history.receipts import CREDIT_RATIO_MAX, RECEIPT_INTERVAL, Totals
 from averaging.optim.exchange import fetch_receipt
 from averaging.optim.reports import StepReport
 from swarm.core.ids import PeerId
@@ -30,7 +30,7 @@ def test_members_agree_on_what_everybody_gave_although_some_restart_leave_and_li
         assert member.book.totals == first.totals
         assert member.book.newest is not None
         assert member.book.newest.totals == first.newest.totals
-    assert first.totals.certificates - first.newest.totals.certificates < 2 * EVERY
+    assert first.totals.certificates - first.newest.totals.certificates < 2 * RECEIPT_INTERVAL
     # no peer lost samples, including those that left or restarted
     for member in [*honest, *[one for one in play.left if not one.colludes]]:
         assert first.totals.by_peer[member.peer_id].samples == member.given

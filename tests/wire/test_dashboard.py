@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from swarm.cli.commands import swarm
-from swarm.cli.dashboard import Desk
+from swarm.cli.dashboard import OwnerConsole
 from swarm.cli.invite import owners_entries
 from swarm.core.errors import UsageError
 from swarm.core.files import write_private
@@ -51,26 +51,26 @@ def test_an_owner_sees_members_and_invites_and_changes_the_run_by_keys(
         entries = tuple(owners_entries("tiny", node.addresses[:1], owner, own.peer_id))
         with Watch(WatchConfig(entry=entries, run="tiny"), own) as watch:
             with pytest.raises(UsageError, match=r"belongs to .*: watch it with `swarm monitor`"):
-                Desk(watch, Identity.generate())
-            desk = Desk(watch, owner)
-            said = desk.change(desk.change_for("line", "", "Thank you all!"))
+                OwnerConsole(watch, Identity.generate())
+            console = OwnerConsole(watch, owner)
+            said = console.change(console.change_for("message", "", "Thank you all!"))
             assert said == "its owner says: Thank you all!; 1 of 1 members follow it already"
             place = one.wait(events.RunChanged, lambda event: "Thank you all!" in str(event.changes))
-            assert desk.look().view.run.message == "Thank you all!"
+            assert console.look().view.run.message == "Thank you all!"
             assert one.volunteer.describe_run(created=False).message == "Thank you all!"
-            assert "control characters" in desk.change(Change(message="a\x1b[31m"))
-            assert "has these settings already" in desk.change(Change(message="Thank you all!"))
+            assert "control characters" in console.change(Change(message="a\x1b[31m"))
+            assert "has these settings already" in console.change(Change(message="Thank you all!"))
 
             now_s = time.time()
-            desk.change(Change(pauses=((now_s - 5.0, now_s + 3600.0),)))
+            console.change(Change(pauses=((now_s - 5.0, now_s + 3600.0),)))
             place = one.wait(events.Paused, since=place)
-            assert desk.look().view.run.paused
-            desk.change(Change(pauses=()))
+            assert console.look().view.run.paused
+            console.change(Change(pauses=()))
             one.wait(events.Resumed, since=place)
-            desk.change(desk.change_for("pause", "", ""))
+            console.change(console.change_for("pause", "", ""))
             place = one.wait(events.Paused, since=place + 1)
             invite = lines[2]["subject"]
-            assert "1 invite or peer is revoked" in desk.change(desk.change_for("revoke", invite, ""))
-            assert invite in desk.look().revoked
-            desk.change(desk.change_for("end", "", ""))
+            assert "1 invite or peer is revoked" in console.change(console.change_for("revoke", invite, ""))
+            assert invite in console.look().revoked
+            console.change(console.change_for("end", "", ""))
         assert one.end().reason == "the run's owner ended it"

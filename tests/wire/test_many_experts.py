@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 import torch
 
 import swarm
 from moe.protocol.call_slots import OPEN_MAX, CallSlots
+from moe.protocol.calls import Description, ExpertCalls
+from moe.protocol.declarations import ExpertReplica
+from moe.protocol.names import ExpertUid
 from swarm.core.errors import DeadlineExceeded
 from swarm.testing.identities import SeededIdentity
 from tests.wire.expert_pair import pair
@@ -25,11 +29,21 @@ class Shift(torch.nn.Module):
         return x + self.number
 
 
-def test_hundreds_of_experts_of_one_server_answer_in_one_pass() -> None:
+def test_hundreds_of_experts_of_one_server_answer_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: a server refused what exceeded 128 requests of one caller, or 256 calls, and samples went
     to worse experts or got no gradient. Every expert was described by a call of its own before the first
     pass, though all have one schema.
     """
+    described: list[ExpertUid] = []
+    describe = ExpertCalls.describe
+
+    async def note(
+        calls: ExpertCalls, replica: ExpertReplica, uids: Sequence[ExpertUid], *, timeout_s: float
+    ) -> list[Description | None]:
+        described.extend(uids)
+        return await describe(calls, replica, uids, timeout_s=timeout_s)
+
+    monkeypatch.setattr(ExpertCalls, "describe", note)
     experts = {f"ffn.{n}": swarm.Expert(Shift(n), (torch.zeros(1, WIDTH),)) for n in range(COUNT)}
     with pair(experts) as both:
         layer = swarm.RemoteMixtureOfExperts(
@@ -52,6 +66,7 @@ def test_hundreds_of_experts_of_one_server_answer_in_one_pass() -> None:
                 assert report is not None
                 assert len(report.answered) == COUNT
                 assert not report.failed
+        assert len(described) == 1
         assert not any(one.refusals for one in both.server.statistics().experts.values())
 
 

@@ -5,7 +5,6 @@ and old is called old.
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,32 +17,12 @@ from swarm.core.ids import Contact
 from swarm.monitor.watching import Watch, WatchConfig
 from swarm.monitor.web import WebServer
 from swarm.node import Node
+from tests.wire.chromium import CHART_COLORS, needs_browser, open_browser
 from tests.wire.watched_run import NAME, watched_run
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-DRIVER = shutil.which("chromedriver")
-webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
-pytestmark = pytest.mark.skipif(
-    not CHROMIUM or not DRIVER,
-    reason="there is no chromium with its chromedriver here (apt-get install chromium-driver)",
-)
+pytestmark = needs_browser
 
 _WAIT_S = 15.0
-_SWITCHES = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --disable-dev-shm-usage --window-size=1280,1400"
-)
-_DRAWN = """
-return [...document.querySelectorAll('.chart')].map((card) => {
-  const canvas = card.querySelector('canvas');
-  if (!canvas) return [card.querySelector('h3').textContent, 0];
-  const pixels = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
-  const colors = new Set();
-  for (let i = 0; i < pixels.length; i += 4)
-    if (pixels[i + 3] > 200) colors.add((pixels[i] << 16) | (pixels[i + 1] << 8) | pixels[i + 2]);
-  return [card.querySelector('h3').textContent, colors.size];
-});
-"""
 
 
 @pytest.fixture(scope="module")
@@ -54,19 +33,12 @@ def run() -> Iterator[list[Node]]:
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for switch in _SWITCHES.split():
-        options.add_argument(switch)
-    options.add_argument(f"--user-data-dir={tmp_path_factory.mktemp('chromium')}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
-    try:
+    with open_browser(
+        tmp_path_factory.mktemp("chromium"),
+        "--window-size=1280,1400",
+        {"browser": "ALL", "performance": "ALL"},
+    ) as driver:
         yield driver
-    finally:
-        driver.quit()
 
 
 class Page:
@@ -155,7 +127,7 @@ def _charts(page: Page) -> None:
     wanted = {"Loss", "Peers", "Throughput", "Traffic", "Rounds", "accuracy"}
     page.until(lambda: page.points() >= 3, "three points")
     page.until(
-        lambda: wanted <= {title for title, colors in page.js(_DRAWN) if colors >= 4},
+        lambda: wanted <= {title for title, colors in page.js(CHART_COLORS) if colors >= 4},
         "charts with lines, labels and grids",
     )
     labels = page.js(

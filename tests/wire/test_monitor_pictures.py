@@ -7,7 +7,6 @@ are drawn.
 from __future__ import annotations
 
 import base64
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -29,22 +28,13 @@ from swarm.monitor.logic.view import (
 )
 from swarm.monitor.web import WebServer
 from swarm.node import Node
+from tests.wire.chromium import CHART_COLORS, needs_browser, open_browser
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-DRIVER = shutil.which("chromedriver")
-webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
-pytestmark = pytest.mark.skipif(
-    not CHROMIUM or not DRIVER,
-    reason="there is no chromium with its chromedriver here (apt-get install chromium-driver)",
-)
+pytestmark = needs_browser
 
 FOLDER = Path(__file__).parents[2] / "build" / "pictures"
 WIDTHS = (360, 800, 1440)
 _WAIT_S = 15.0
-_SWITCHES = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --disable-dev-shm-usage --hide-scrollbars"
-)
 # elements that are wider than the window, and cells whose text is cut
 _CUT = """
 const wide = [...document.querySelectorAll('main *, header *, footer *')].filter((one) => {
@@ -61,17 +51,6 @@ const scrolled = [...document.querySelectorAll('.scroll')]
   .filter((one) => one.scrollWidth > one.clientWidth + 1)
   .map((one) => `to be scrolled: ${one.textContent.trim().slice(0, 40)}`);
 return [...wide, ...cut, ...over, ...scrolled];
-"""
-_COLORS = """
-return [...document.querySelectorAll('.chart')].map((card) => {
-  const canvas = card.querySelector('canvas');
-  if (!canvas) return [card.querySelector('h3').textContent, 0];
-  const pixels = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
-  const colors = new Set();
-  for (let i = 0; i < pixels.length; i += 4)
-    if (pixels[i + 3] > 200) colors.add((pixels[i] << 16) | (pixels[i + 1] << 8) | pixels[i + 2]);
-  return [card.querySelector('h3').textContent, colors.size];
-});
 """
 RUN = RunView(
     run_id="a" * 20,
@@ -212,19 +191,8 @@ class StillWatch:
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for switch in _SWITCHES.split():
-        options.add_argument(switch)
-    options.add_argument(f"--user-data-dir={tmp_path_factory.mktemp('chromium')}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
-    try:
+    with open_browser(tmp_path_factory.mktemp("chromium"), "--hide-scrollbars", {"browser": "ALL"}) as driver:
         yield driver
-    finally:
-        driver.quit()
 
 
 def until(seen: Callable[[], Any], what: str) -> Any:
@@ -289,7 +257,7 @@ def _said(browser: Any, state: str) -> None:
 
 
 def _are_drawn(browser: Any) -> bool:
-    colors = dict(browser.execute_script(_COLORS))
+    colors = dict(browser.execute_script(CHART_COLORS))
     return all(colors.get(title, 0) >= 4 for title in ("Loss", "Peers", "Throughput", "Traffic", "Drift"))
 
 

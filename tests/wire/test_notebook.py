@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -38,6 +40,23 @@ def test_cells_are_python_and_an_invite_that_is_missing_is_said() -> None:
     exec(install, known)  # the packages that it would install are present
     with pytest.raises(SystemExit, match="paste the invite"):
         exec(volunteer, known)
+
+
+def test_a_loss_that_is_not_finite_does_not_end_the_volunteer(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, install, volunteer = code_cells()
+    known: dict[str, Any] = {"INVITE": "swarm1", "NAME": "", "HOURS": 1.0}
+    exec(install, known)
+    lines = [{"event": "epoch", "epoch": epoch, "loss": loss} for epoch, loss in ((7, None), (8, 2.5))]
+    script = f"print({chr(10).join(map(json.dumps, lines))!r})"
+    start = subprocess.Popen
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda command, **options: start([sys.executable, "-c", script], **options)
+    )
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(volunteer, known)
+    assert "epoch 7  loss not finite" in printed.getvalue()
+    assert "epoch 8  loss 2.500" in printed.getvalue()
 
 
 def test_the_cells_join_an_invited_run_and_train_until_it_ends(

@@ -136,6 +136,33 @@ def test_a_request_that_claims_another_length_is_refused(length: int) -> None:
             assert reply.status == expert_pb2.EXPERT_REFUSED
 
 
+def test_a_backward_pass_of_another_length_than_the_kept_inputs_is_refused() -> None:
+    with pair({"ffn.0": expert()}) as both:
+        calls = both.calls
+
+        async def ask() -> expert_pb2.ExpertReply:
+            inputs = [sequences(5).detach()]
+            reply = await calls.forward(both.replica, UID, inputs, timeout_s=5.0, keep=True)
+            assert reply.kept
+            size = 3 * 4 * WIDTH * 4
+            request = ExpertRequest(
+                uid="ffn.0",
+                kind=expert_pb2.EXPERT_BACKWARD,
+                schema_digest=both.replica.schema,
+                batch=3,
+                sequence_length=4,
+                request_id=reply.request_id,
+                inputs_kept=True,
+                tensors=[expert_pb2.TensorHeader(payload_bytes=size)],
+                payload=bytes(size),
+            )
+            return await both.guest.channels.call(both.host.contact, methods.CALL, request, timeout_s=5.0)
+
+        reply = both.run(ask())
+        assert reply.status == expert_pb2.EXPERT_REFUSED
+        assert "sequences of another length" in reply.reason
+
+
 def test_a_module_that_does_not_say_so_takes_one_length() -> None:
     plain = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH))
     with pair({"ffn.0": expert(plain)}) as both, pytest.raises(UsageError, match="should be"):

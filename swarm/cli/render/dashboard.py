@@ -9,16 +9,15 @@ from typing import Literal, TypeAlias
 
 from rich.text import Text
 
-from swarm.cli.render.monitor import headline
+from swarm.cli.render.monitor import headline, moved
 from swarm.cli.render.output import printable
 from swarm.core.wording import duration
 from swarm.monitor.logic.view import MonitorView, PeerView
-from swarm.run.issued import IssuedInvite
+from swarm.run.issued_invites import IssuedInvite
 
 Tab: TypeAlias = Literal["members", "invites"]
-# the action of a key; "line": ask for a line of text, the owner's message
-Action: TypeAlias = Literal["pause", "end", "revoke", "line"]
-_PAGE = 8
+# the action of a key; "message": ask the owner for its message to volunteers
+Action: TypeAlias = Literal["pause", "end", "revoke", "message"]
 _KEYS = "q quit  ↑↓ choose  tab members/invites  p pause  r revoke  m message  e end"
 
 
@@ -53,18 +52,15 @@ class DashboardState:
         subjects = self.subjects(dashboard)
         count, confirm, self.action = len(subjects), self._to_confirm, None
         self._to_confirm = None
-        moves = {"up": -1, "k": -1, "down": 1, "j": 1, "page up": -_PAGE, "page down": _PAGE}
         subject = subjects[self.chosen] if self.chosen < count else ""
         if name == "q":
             self.quit = True
         elif name == "tab":
             self.tab, self.chosen = ("invites" if self.tab == "members" else "members"), 0
-        elif name in moves:
-            self.chosen = min(max(0, self.chosen + moves[name]), max(0, count - 1))
         elif name == "p":
             self.action = "pause"
         elif name == "m":
-            self.action = "line"
+            self.action = "message"
         elif name == "e" or (name == "r" and subject):
             about = subject if name == "r" else ""
             if confirm == (name, about):
@@ -74,6 +70,8 @@ class DashboardState:
             what = "end or reopen the run" if name == "e" else f"revoke {self.name_of(dashboard, subject)}"
             self.notice = f"press {name} again to {what}"
             return
+        else:
+            self.chosen = moved(self.chosen, name, count)
         self.notice = ""
 
     def tell(self, text: str) -> None:

@@ -59,7 +59,7 @@ _COLUMNS = ("peer", "on", "now", "smp/s", "epoch", "gave", "sent", "got", "drift
 _LEFT = ("peer", "on", "now")
 _LEFT_OUT_FIRST = ("loss", "drift", "got", "reach", "sent", "on", "gave", "epoch", "smp/s", "now")
 _NAME_COLUMNS_MIN = 13
-_PAGE = 8  # peers
+_PAGE = 8  # rows
 _RELAY_SILENT_S = 15.0  # a relay that has not answered for this long is shown as silent
 # texts for a column with the reach that a peer reports
 _REACH = {"direct": "yes", "relay": "relay", "relays": "relay", "hidden": "out", "none": "out"}
@@ -151,6 +151,21 @@ def _divided(view: MonitorView) -> str:
     return f"; {len(view.histories)} histories: {parts}"
 
 
+def moved(chosen: int, key: str, rows: int) -> int:
+    """Return the chosen row of a table after a key; the same one where the key does not move."""
+    steps = {
+        "up": -1,
+        "k": -1,
+        "down": 1,
+        "j": 1,
+        "page up": -_PAGE,
+        "page down": _PAGE,
+        "home": -rows,
+        "end": rows,
+    }
+    return min(max(0, chosen + steps[key]), max(0, rows - 1)) if key in steps else chosen
+
+
 @dataclass(slots=True)
 class ScreenState:
     """The user's selection on the screen."""
@@ -165,16 +180,6 @@ class ScreenState:
 
     def key(self, name: str, peers: int) -> None:
         """React to a key."""
-        moves = {
-            "up": -1,
-            "k": -1,
-            "down": 1,
-            "j": 1,
-            "page up": -_PAGE,
-            "page down": _PAGE,
-            "home": -peers,
-            "end": peers,
-        }
         if name == "q" or (name == "escape" and not self.details):
             self.quit = name == "q"
         elif name in ("escape", "back"):
@@ -186,8 +191,8 @@ class ScreenState:
             self.sort = names[(names.index(self.sort) + 1) % len(names)]
         elif name == "tab":
             self.section = _SECTIONS[(_SECTIONS.index(self.section) + 1) % len(_SECTIONS)]
-        elif name in moves:
-            self.chosen = min(max(0, self.chosen + moves[name]), max(0, peers - 1))
+        else:
+            self.chosen = moved(self.chosen, name, peers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,7 +78,7 @@ class ByteLanguageModel:
         used = min(shape.experts, shape.experts_per_byte)  # each has activations, and an output in the sum
         step = batch_size * shape.context * ((shape.layers + 1) * (20 + 14 * used) * width + 3 * VOCABULARY)
         held_out = VALIDATION_SAMPLES * shape.context * ((12 + 14 * used) * width + 3 * VOCABULARY)
-        of_experts = f", {used} of {shape.experts} experts in each," if used else ""
+        of_experts = f", {used} of {shape.experts} experts in each" if used else ""
         return TaskDescription(
             summary=f"a byte-level transformer ({shape.layers} layers of width {width}{of_experts}) on text",
             parameters=parameters,

@@ -13,9 +13,9 @@ from averaging.history.encoding import decode_chain, encode_chain
 from averaging.history.lineage import Lineage
 from averaging.history.receipts import (
     CREDIT_RATIO_MAX,
-    EVERY,
     PEERS_MAX,
     RECEIPT_BYTES_MAX,
+    RECEIPT_INTERVAL,
     Credit,
     Receipt,
     ReceiptBook,
@@ -91,7 +91,7 @@ def test_a_round_of_one_peer_counts_as_much_as_the_mean_of_those_with_witnesses(
 
 
 def test_a_receipt_needs_the_signatures_of_a_quorum_of_electors() -> None:
-    totals = Totals(certificates=EVERY, by_peer={PEERS[0]: Credit(5, 1)})
+    totals = Totals(certificates=RECEIPT_INTERVAL, by_peer={PEERS[0]: Credit(5, 1)})
     signed(totals, PEERS[:2]).check(PEERS[:3])
     with pytest.raises(PeerError, match="1 of 3 electors"):
         signed(totals, PEERS[1:2]).check(PEERS[:3])
@@ -105,7 +105,7 @@ def test_a_receipt_needs_the_signatures_of_a_quorum_of_electors() -> None:
 
 
 def test_a_book_signs_what_follows_from_its_history_and_takes_a_receipt_of_a_later_history() -> None:
-    history = history_of(EVERY + 5)
+    history = history_of(RECEIPT_INTERVAL + 5)
     books = [ReceiptBook(peer, RUN) for peer in PEERS[:2]]
     for book in books:
         book.follow(history.chain())
@@ -162,6 +162,7 @@ BODY = [RUN, HEAD, [1, 1, 1, 1], PEERS[0].public_key, [5], [1], {}]
         (4, [1 << 63]),
         (5, None),
         (6, {b"short": bytes(64)}),
+        (6, {32 * "a": bytes(64)}),
         (6, [1]),
         (6, {bytes([number]) * 32: bytes(64) for number in range(65)}),
         (6, {PEERS[0].public_key: 1 << 40}),
@@ -185,15 +186,17 @@ def test_former_electors_of_an_early_head_cannot_replace_what_a_peer_knows() -> 
     head later.
     """
     history = Lineage(RUN, PEERS[0])
-    for _ in range(EVERY):
+    for _ in range(RECEIPT_INTERVAL):
         history.extend(made(history, [10, 20], PEERS[:2]))
     early = history.head
-    for _ in range(2 * EVERY):
+    for _ in range(2 * RECEIPT_INTERVAL):
         history.extend(made(history, [10, 20, 30, 40, 50], PEERS[:5]))
     true = ReceiptBook(PEERS[4], RUN)
     true.follow(history.chain())
     before = true.totals
-    lie = Totals(certificates=EVERY * 1000, samples=1 << 40, by_peer={PEERS[0]: Credit(1 << 40, 9)})
+    lie = Totals(
+        certificates=RECEIPT_INTERVAL * 1000, samples=1 << 40, by_peer={PEERS[0]: Credit(1 << 40, 9)}
+    )
     forged = signed(lie, PEERS[:2], early)
     forged.check(PEERS[:2])
     with pytest.raises(PeerError, match="other totals"):
@@ -208,7 +211,7 @@ def test_former_electors_of_an_early_head_cannot_replace_what_a_peer_knows() -> 
         true.add(head, book.signatures(head))
     assert true.newest is not None
     newcomer = ReceiptBook(PEERS[5], RUN)
-    newcomer.follow(history.chain((), 2 * EVERY + 1))
+    newcomer.follow(history.chain((), 2 * RECEIPT_INTERVAL + 1))
     newcomer.take(forged)  # it knows nothing better
     assert newcomer.totals != before
     newcomer.take(true.newest)  # of a later head

@@ -1,6 +1,6 @@
 """Run pytest as on a system without uvloop and some functions of `os`:
 
-    python -m tests.elsewhere tests/core tests/net
+    python -m tests.without_fork_and_uvloop tests/core tests/net
 
 Importing uvloop fails, and `os` has neither `fork` nor processor affinity. Other programs can still be
 started, as on every system.
@@ -15,8 +15,8 @@ from typing import Any
 _LACKING = ("fork", "forkpty", "register_at_fork", "sched_getaffinity", "sched_setaffinity")
 
 
-def lose_what_few_systems_have() -> None:
-    """Change this process. Call this before any module of swarm is imported."""
+def hide_uvloop_and_fork() -> None:
+    """Hide them from this process. Call this before any module of swarm is imported."""
     import torch  # noqa: F401  # it goes by the name of the system, and would miss `register_at_fork`
 
     absent: Any = None  # imports of it raise ImportError
@@ -27,7 +27,7 @@ def lose_what_few_systems_have() -> None:
 
 
 if __name__ == "__main__":
-    lose_what_few_systems_have()
+    hide_uvloop_and_fork()
     import pytest
 
     sys.exit(pytest.main(sys.argv[1:]))
