@@ -92,6 +92,19 @@ def test_expired_withdrawn_and_unreachable_peers_do_not_count() -> None:
     assert not progress.on_report(peer(4), report(1, at_s=10.0), 100.0), "long expired"
 
 
+def test_a_record_read_after_a_goodbye_does_not_bring_its_writer_back() -> None:
+    """Regression test: a peer that had left was counted for 15 s more when its record was read meanwhile."""
+    progress = machine(1000)
+    progress.on_report(peer(1), report(600), 100.0)
+    progress.on_goodbye(peer(1))
+    assert not progress.on_report(peer(1), report(600), 100.1)
+    progress.on_round([peer(1)], 1, 100.2)
+    assert not progress.others(100.2)
+    assert progress.is_alone(100.2)
+    assert progress.on_report(peer(1), report(0, epoch=1, at_s=101.0), 101.0), "it has been started again"
+    assert set(progress.others(101.0)) == {peer(1)}
+
+
 def test_older_reports_and_the_own_record_are_ignored() -> None:
     progress = machine()
     assert progress.on_report(peer(1), report(50, at_s=100.0), 100.0)

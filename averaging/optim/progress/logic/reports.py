@@ -132,6 +132,7 @@ class _Entry:
     changed_s: float  # when its epoch or samples changed last
     suspect: bool = False  # did not answer; counts again after a newer report
     is_refused: bool = False  # nothing listens at its addresses
+    has_left: bool = False  # it said goodbye; counts again after a newer report
     # latest epoch that it is known to have begun, even if its reports do not show this yet
     epoch_min: int = 0
 
@@ -151,16 +152,8 @@ class ProgressTotal:
 
     def encode(self) -> list[Any]:
         """Return the total as a list for a DHT record."""
-        return [
-            self.epoch,
-            self.samples,
-            self.rate,
-            self.peers,
-            self.median_rate,
-            self.at_s,
-            self.since_s,
-            self.bits,
-        ]
+        counted = [self.epoch, self.samples, self.rate, self.peers]
+        return [*counted, self.median_rate, self.at_s, self.since_s, self.bits]
 
     @classmethod
     def decode(cls, value: Any, now_s: float) -> ProgressTotal:
@@ -311,14 +304,15 @@ class EpochProgress:
             entry = self._others.get(peer)
             if entry is not None:
                 entry.epoch_min = max(entry.epoch_min, epoch)
-            if entry is not None and entry.report.epoch < epoch:
+            if entry is not None and entry.report.epoch < epoch and not entry.has_left:
                 entry.report = replace(entry.report, epoch=epoch, samples=0, at_s=now_s, since_s=now_s)
                 entry.changed_s, entry.suspect = now_s, False
                 entry.expires_s = max(entry.expires_s, now_s + REPORT_TTL_S)
 
     def on_goodbye(self, peer: PeerId) -> None:
-        """Remove a peer that withdrew its record."""
-        self._others.pop(peer, None)
+        """Remove a peer that leaves, until it reports again: its record may still be read after its goodbye."""
+        if peer in self._others:
+            self._others[peer].has_left = True
 
     def on_unreachable(self, peer: PeerId, *, refused: bool) -> None:
         """Mark a peer that did not answer: it does not count until it sends a newer report. `refused`: it
@@ -352,7 +346,7 @@ class EpochProgress:
         return {
             peer: entry.report
             for peer, entry in self._others.items()
-            if not entry.suspect and not self._hangs(entry, now_s)
+            if not (entry.suspect or entry.has_left or self._hangs(entry, now_s))
         }
 
     def is_alone(self, now_s: float) -> bool:
@@ -378,7 +372,8 @@ class EpochProgress:
         return {
             peer: entry.report
             for peer, entry in self._others.items()
-            if entry.expires_s > now_s and not entry.is_refused and not self._hangs(entry, now_s)
+            if entry.expires_s > now_s
+            and not (entry.is_refused or entry.has_left or self._hangs(entry, now_s))
         }
 
     def _hangs(self, entry: _Entry, now_s: float) -> bool:
