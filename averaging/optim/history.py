@@ -17,7 +17,7 @@ from averaging.history.ahead import Ahead, still_ahead, what_to_follow
 from averaging.history.certificate import DIGEST_BYTES, Certificate, Proposal, RoundKind, goodbye_statement
 from averaging.history.chain import Chain, Relation
 from averaging.history.grace import SleepWatch
-from averaging.history.known_heads import KnownHeads
+from averaging.history.known_heads import STRANGERS_MAX, STRANGERS_PAUSE_S, KnownHeads
 from averaging.history.lineage import Lineage
 from averaging.history.offers import Offers
 from averaging.history.round_lineage import RoundLineage
@@ -34,7 +34,6 @@ _log = logging.getLogger(__name__)
 
 _PROBE_INTERVAL_S = 1.0  # interval at which missing electors are looked for
 _FETCHES_MAX = 8  # histories fetched at once
-_STRANGE_MAX, _STRANGE_PAUSE_S = 4, 2.0  # the same for strangers; after one that did not answer
 
 
 class RunHistory:
@@ -377,8 +376,9 @@ class RunHistory:
                 await self._wake.wait()
                 await self.compare()
                 if self._strange and (comparing is None or comparing.done()):
-                    asking = ask_holders(self._strange, _STRANGE_MAX, self._fetch, pause_s=_STRANGE_PAUSE_S)
-                    comparing = tasks.create_task(asking)
+                    comparing = tasks.create_task(
+                        ask_holders(self._strange, STRANGERS_MAX, self._fetch, pause_s=STRANGERS_PAUSE_S)
+                    )
 
     async def _watch_sleep(self) -> None:
         while True:

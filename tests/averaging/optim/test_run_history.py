@@ -316,7 +316,9 @@ def test_no_group_begins_that_needs_the_vote_of_an_elector_in_another_group() ->
 
 
 @pytest.mark.parametrize("abstains", [False, True])
-def test_an_elector_that_contributes_nothing_counts_in_its_own_group_if_it_may_vote(*, abstains: bool) -> None:
+def test_an_elector_that_contributes_nothing_counts_in_its_own_group_if_it_may_vote(
+    *, abstains: bool
+) -> None:
     """Regression test: it was in a round, that of this group, and so it was taken for one that votes for no
     group. The others waited for it until they continued with a break.
     """
@@ -339,7 +341,9 @@ def test_a_group_that_did_not_begin_keeps_no_elector_from_voting(ends: str) -> N
     async def play() -> None:
         own, other = two_of_three(calls := Peers())
         del calls.histories[contact(2).peer_id]
-        attempt = asyncio.ensure_future(other.round(RoundKind.EPOCH, 2, "2").may_begin([contact(4).peer_id], []))
+        attempt = asyncio.ensure_future(
+            other.round(RoundKind.EPOCH, 2, "2").may_begin([contact(4).peer_id], [])
+        )
         await asyncio.sleep(0.0)
         if ends == "cancelled":
             attempt.cancel()
