@@ -19,8 +19,8 @@ from swarm.core.standing import PeerStanding
 from swarm.net.logic.stranger_budget import BudgetLimits, StrangerBudget
 
 _KeyT = TypeVar("_KeyT")
-# Calls of strangers, each of which costs up to 0.5 ms of processor time. A newcomer makes some dozen calls to a
-# peer until it is a member. Smaller: many newcomers behind one address wait; larger: a flood costs more
+# Calls of strangers, each of which costs up to 0.5 ms of processor time. A newcomer makes some dozen calls to
+# a peer until it is a member. Smaller: many newcomers behind one address wait; larger: a flood costs more
 STRANGER_CALLS = BudgetLimits(
     per_prefix_max=4096.0,
     per_prefix_per_s=256.0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -17,7 +18,7 @@ from swarm.net import server as server_module
 from swarm.net.calls import BATCH_CALLS_MAX, CALLS_NAME
 from swarm.net.logic.stranger_budget import BudgetLimits
 from swarm.net.rpc import Method
-from swarm.net.server import Server
+from swarm.net.server import CallLimits, Server
 from swarm.wire import peer_pb2
 from swarm.wire.calls_pb2 import AnswerBatch, Call, CallBatch
 from tests.wire.call_pair import ECHO, Pair, echo, pair, run
@@ -48,13 +49,15 @@ def _budget(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def attacked(attacker: Identity, *, member: bool) -> AsyncIterator[tuple[Pair, grpc.aio.Channel]]:
+async def attacked(
+    attacker: Identity, *, member: bool, limits: CallLimits | None = None
+) -> AsyncIterator[tuple[Pair, grpc.aio.Channel]]:
     """Return a server that knows a member, with an honest caller, and a connection of an attacker, which may
     be that member.
     """
     standing, honest = PeerStanding(), Identity.generate().peer_id
     standing.add_members("run", [attacker.peer_id if member else honest])
-    async with pair(Server(standing=standing)) as two:
+    async with pair(Server(standing=standing, limits=limits)) as two:
         two.handlers.unary(ECHO, echo)
         two.handlers.unary(EXPERT, echo)
         own = tls.client_certificate(attacker)
@@ -127,5 +130,29 @@ def test_a_stranger_makes_as_many_calls_as_its_network_may_and_members_wait_for_
             most = AT_ONCE + PER_S * (time.monotonic() - began_s)
             assert (answered <= most) is limited
             assert answered >= AT_ONCE
+
+    run(scenario)
+
+
+def test_a_connection_that_is_refused_more_calls_than_its_budget_has_is_closed() -> None:
+    """Nothing else bounds refusals: each costs as much as a call."""
+
+    async def scenario() -> None:
+        async with attacked(Identity.generate(), member=False, limits=CallLimits(calls_max=16)) as (
+            _,
+            channel,
+        ):
+            call, codes = channel.unary_unary(ECHO.name), Counter[grpc.StatusCode]()
+            request = peer_pb2.Hello(agent="x").SerializeToString()
+
+            async def repeat() -> None:
+                while not codes[grpc.StatusCode.UNAVAILABLE]:
+                    try:
+                        await call(request)
+                    except grpc.aio.AioRpcError as error:
+                        codes[error.code()] += 1
+
+            await asyncio.wait([asyncio.ensure_future(repeat()) for _ in range(40)], timeout=20.0)
+            assert codes[grpc.StatusCode.UNAVAILABLE]
 
     run(scenario)
