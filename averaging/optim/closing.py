@@ -26,6 +26,9 @@ _log = logging.getLogger(__name__)
 
 ROUNDS_MAX = 3  # attempts within one call of step; the next call tries again
 STATE_ROUNDS_MAX = 3  # attempts at averaging the state in its epoch
+# Groups of up to this many average their state whenever it is due, also when they have just doubled. Larger:
+# peers that differ, for instance in frozen parameters, stay apart longer; smaller: newcomers wait for a round
+_SMALL_MAX = 8
 # a peer steps alone only if its latest read of the others' progress is not older than this
 ALONE_CHECK_AGE_S_MAX = 4.0
 
@@ -392,6 +395,9 @@ class EpochCloser:
         self._averager.open_state()
         if epoch % self._averager.state_sync_epochs and epoch != min(2, self._averager.state_sync_epochs):
             return None
+        if not alone and self._has_just_grown():
+            _log.info("the state of epoch %d is not averaged: most peers have just loaded it", epoch)
+            return None
         if alone:
             with self._state.lock:
                 self._state.agree_extras()
@@ -415,6 +421,16 @@ class EpochCloser:
             self._tracker.on_round(peer for peer in result.peers if peer not in result.left_out)
         self._donor.changed()
         return state_round
+
+    def _has_just_grown(self) -> bool:
+        """Return whether most peers have come since the state was due last. They hold it as they loaded it,
+        and more of them may be about to come, whose processors and links a round over the state would take.
+        Certificates say so, hence all peers agree.
+        """
+        if self._history is None:
+            return False
+        now, before = self._history.past().contributors(self._averager.state_sync_epochs)
+        return now > _SMALL_MAX and now >= 2 * before
 
     def _state_round_is_obsolete(self) -> bool:
         """Return whether a round over the state cannot succeed: nobody will join it, or there is no quorum.
