@@ -45,15 +45,6 @@ ALL_ARRIVALS_PER_S = 4.0
 RESERVED = 32
 FEW_MAX = 4
 FEW_PER_S = 0.125
-_ARRIVALS = BudgetLimits(
-    per_prefix_max=ARRIVALS_MAX,
-    per_prefix_per_s=ARRIVALS_PER_S,
-    all_max=ALL_ARRIVALS_MAX,
-    all_per_s=ALL_ARRIVALS_PER_S,
-    reserved=RESERVED,
-    few_max=FEW_MAX,
-    few_per_s=FEW_PER_S,
-)
 # a prefix with too many is filtered before the handshake for this long, then allowed for a second
 AWAY_S = 3.0
 _LOCAL_HOSTS = ("127.0.0.1", "::1")  # relayed connections come from these hosts
@@ -132,7 +123,17 @@ class Arrivals:
     """
 
     def __init__(self) -> None:
-        self.budget = StrangerBudget(_ARRIVALS)
+        self.budget = StrangerBudget(
+            BudgetLimits(
+                per_prefix_max=ARRIVALS_MAX,
+                per_prefix_per_s=ARRIVALS_PER_S,
+                all_max=ALL_ARRIVALS_MAX,
+                all_per_s=ALL_ARRIVALS_PER_S,
+                reserved=RESERVED,
+                few_max=FEW_MAX,
+                few_per_s=FEW_PER_S,
+            )
+        )
         self._refused: dict[str, None] = {}  # since the last `turn`
         self._away_until_s: dict[str, float] = {}
 
