@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,22 +40,12 @@ class Plan:
     mebibytes: int = 64
     passes: int = 3
     lost: bool = True
-    far: bool = True
     trainer: bool = True
-    crowd: bool = True
-    training: bool = True
+    figures: Collection[str] = frozenset()  # of `FIGURES`; empty: all
 
 
 QUICK = Plan(
-    relayed=2,
-    punched=0,
-    mebibytes=8,
-    passes=1,
-    lost=False,
-    far=False,
-    trainer=False,
-    crowd=False,
-    training=False,
+    relayed=2, punched=0, mebibytes=8, passes=1, lost=False, trainer=False, figures=frozenset({"near"})
 )
 
 
@@ -74,12 +64,9 @@ def rows(say: Say, plan: Plan | None = None) -> Iterator[list[Row]]:
     """Measure the section, and yield rows as they come."""
     plan = plan or Plan()
     samples = Samples()
-    measures: list[Callable[[Say, Plan, Samples], None]] = [_calls]
-    if plan.far:
-        measures.append(_far_calls)
-    if plan.crowd:
-        measures.append(_crowd)
-    for measure in measures:
+    for name, measure in _MEASURES.items():
+        if plan.figures and name not in plan.figures:
+            continue
         try:
             measure(say, plan, samples)
         except (AssertionError, SceneFailed) as failure:  # raised by the tests' helpers after a timeout
@@ -87,7 +74,7 @@ def rows(say: Say, plan: Plan | None = None) -> Iterator[list[Row]]:
             samples.fail(str(failure).partition("; last events")[0])
             say(f"reach: {failure}")
     yield samples.rows(plan.mebibytes)
-    if plan.training:
+    if not plan.figures or TRAINING in plan.figures:
         yield relayed_training.rows(say)
 
 
@@ -396,3 +383,12 @@ def _crowd(say: Say, plan: Plan, samples: Samples) -> None:
     say(f"reach: {CROWD_PEERS} peers at one relay: {done['seconds']:.1f} s, at line rate {least_s:.1f} s")
     if done["held"] < CROWD_PEERS:
         raise SceneFailed(f"{CROWD_PEERS - done['held']} of {CROWD_PEERS} peers lost their reservations")
+
+
+_MEASURES: dict[str, Callable[[Say, Plan, Samples], None]] = {
+    "near": _calls,
+    "far": _far_calls,
+    "crowd": _crowd,
+}
+TRAINING = "training"
+FIGURES = (*_MEASURES, TRAINING)  # parts that may be measured without the others
