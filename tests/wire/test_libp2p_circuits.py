@@ -331,7 +331,8 @@ def test_a_relay_that_names_a_false_caller_is_detected() -> None:
         service.open_circuit = lying
         connection = await caller.connect(hidden.peer_id, [relay, second])
         with pytest.raises(NetworkError, match="has ended"):
-            await echoed(connection, b"refused")
+            await (await connection.open("/echo")).read()
+        await until(lambda: bool(caller_host.faults))
         assert any("another peer is there" in one.what for one in hidden.host.faults)
         assert [one.who for one in caller_host.faults] == [str(relay.peer_id)]
         assert "took no circuit through it" in caller_host.faults[0].what
@@ -361,6 +362,8 @@ def test_a_relay_that_brings_another_target_or_changes_bytes_is_found_out() -> N
         service.open_circuit = honest
         connection = await caller.connect(hidden.peer_id, [relay])
         stream = await connection.open("/echo")
+        await stream.write(b"whole")
+        assert await stream.read_exactly(5) == b"whole"
         writes = MuxedStream.write
 
         async def corrupt(self: MuxedStream, data: bytes) -> None:
