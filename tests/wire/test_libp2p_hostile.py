@@ -106,7 +106,7 @@ def test_a_false_relay_address_of_a_hidden_peer_costs_others_one_failed_dial() -
         forged = Contact(relay.peer_id, contact_of(victim).addresses)
         with pytest.raises(NetworkError, match="another peer is there"):
             await caller.connect(hidden.peer_id, [forged])
-        assert victim.connections == []
+        await until(lambda: victim.connections == [])
         assert await echoed(await caller.connect(hidden.peer_id, [relay]), b"on") == b"on"
 
     run(test)
