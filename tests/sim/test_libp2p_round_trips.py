@@ -17,7 +17,9 @@ from swarm.libp2p.basics import serve_basics
 from swarm.libp2p.circuits import RELAY_PING_S, RELAY_SILENT_S, Circuits
 from swarm.libp2p.connection import MuxedStream, PeerConnection
 from swarm.libp2p.host import Host
+from swarm.libp2p.logic.messages import MESSAGE_BYTES_MAX, PUNCH_PROTOCOL, PunchKind, decode_punch
 from swarm.libp2p.logic.relaying import RelayLimits
+from swarm.libp2p.punching import Punching
 from swarm.libp2p.racing import Races
 from swarm.libp2p.relay import RelayService
 from swarm.testing.virtual_loop import VirtualClock, run_virtual
@@ -120,6 +122,24 @@ def test_a_circuit_takes_one_round_trip_with_its_handshake_and_a_first_answer_a_
         assert await echoed(connection, b"hello") == b"hello"
         assert now_s() - begun_s == pytest.approx(2 * RELAYED_S)
         assert connection.is_confirmed
+
+    run(test)
+
+
+def test_hole_punching_begins_as_soon_as_the_relayed_connection_stands() -> None:
+    async def test(scene: Scene) -> None:  # trap 13: py-libp2p waits for 2 s
+        caller, hidden, relay = await scene.relayed()
+        host = next(one for one in scene.hosts if one.peer_id == hidden)
+        Punching(host, VirtualClock(), lambda peer_id, address: False, lambda peer_id: None)
+        begun_s, asked = now_s(), asyncio.get_running_loop().create_future()
+
+        async def answer(stream: MuxedStream) -> None:
+            asked.set_result(decode_punch(await stream.read_message(MESSAGE_BYTES_MAX)).kind)
+
+        scene.hosts[-1].handle(PUNCH_PROTOCOL, answer)
+        await caller.connect(hidden, [relay])
+        assert await asked is PunchKind.CONNECT
+        assert now_s() - begun_s == pytest.approx(2 * RELAYED_S)
 
     run(test)
 
