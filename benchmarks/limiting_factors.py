@@ -115,9 +115,9 @@ LIMITED_BY: dict[str, str] = {
     ),
     **dict.fromkeys(
         ("reach-first-relayed-50", "reach-first-relayed-200"),
-        "four round trips of the way over the relay, by count: the circuit with the first half of Noise; the "
-        "rest of Noise with TLS's first exchange; the end of TLS with the settings of HTTP/2, for which gRPC's "
-        "client waits; the call; docs/decisions/0067. The aim leaves three.",
+        "four round trips of the way over the relay, by count: the circuit with the first half of Noise; "
+        "the rest of Noise with TLS's first exchange; the end of TLS with the settings of HTTP/2, for which "
+        "gRPC's client waits; the call; docs/decisions/0067. The aim leaves three.",
     ),
     "attacks-empty-streams-lag": (
         "gRPC hands the loop the ends of all calls of broken connections in one turn: 0.2 ms for each."

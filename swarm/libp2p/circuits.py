@@ -183,9 +183,13 @@ class Circuits:
             connection.kept -= 1
 
     def _ended(self, connection: PeerConnection) -> None:
-        if connection.relay is not None and connection.is_client and not connection.is_confirmed:
-            self._not_taken.append((connection.peer_id, connection.relay))
-            self._host.fault(str(connection.relay), f"{connection.peer_id.short} took no circuit through it")
+        if connection.relay is not None and connection.is_client:
+            circuit = connection.peer_id, connection.relay
+            if circuit in self._not_taken:
+                self._not_taken.remove(circuit)
+            if not connection.is_confirmed:
+                self._not_taken.append(circuit)
+                self._host.fault(str(circuit[1]), f"{circuit[0].short} took no circuit through it")
         if self._kept.get(connection.peer_id) is connection:
             del self._kept[connection.peer_id]
             self._reservations.failed(connection.peer_id, self._clock.monotonic_s())

@@ -58,7 +58,8 @@ class MuxedStream:
         the peer does not speak the protocol, and NetworkError when the peer does not answer the proposal
         within 10 s.
         """
-        await self.confirm()
+        if self._expected:
+            await self.confirm()
         while not self._unread:
             if self.lost:
                 raise NetworkError(self.lost)
