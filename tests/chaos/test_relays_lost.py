@@ -42,7 +42,7 @@ def until_answered(caller: Process, contact: list[str], timeout_s: float = 60.0)
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("lost", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("lost", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 def test_calls_go_through_the_other_relay_when_one_is_lost(lost: signal.Signals, internet: Internet) -> None:
     """How soon, is in tests/sim/test_libp2p_round_trips.py and in the benchmarks, which no load disturbs."""
     relays, address = two_relays(internet)
