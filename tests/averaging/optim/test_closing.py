@@ -111,7 +111,7 @@ def test_no_report_is_asked_for_during_a_round() -> None:
 def test_no_state_is_averaged_where_most_of_a_large_group_have_just_loaded_it(
     before: int, now: int, is_held: bool
 ) -> None:
-    """Of 33 peers on two cores, 32 of which had just come, the round over the state took 11 of 20 s."""
+    """The round over the state took 11 of 20 s of 33 peers on two cores, of which 32 had just come."""
     held, result = list[int](), SimpleNamespace(failed=False, peers=(), left_out=())
 
     def average_state(is_obsolete: Callable[[], bool]) -> Any:
