@@ -20,6 +20,7 @@ from swarm.cli.render import print_result
 from swarm.core.errors import SwarmError
 from swarm.core.ids import Contact
 from swarm.core.wording import size
+from swarm.core.working import working
 from swarm.net.logic.nat import NatKind
 from swarm.run.entering import enter
 
@@ -122,19 +123,22 @@ def _examine_network(node: Node, addresses: tuple[str, ...], listen: str | None)
     except SwarmError as error:
         yield Diagnosis("network", "bad", str(error))
         return
-    while node.reach == "unknown" and time.monotonic() - began_s < _VERDICT_S:
-        time.sleep(_POLL_S)
-    while node.reach == "hidden" and not said and time.monotonic() - began_s < _VERDICT_S + _RELAYS_S:
-        time.sleep(_POLL_S)
+    with working("asking peers whether they can call this machine"):
+        while node.reach == "unknown" and time.monotonic() - began_s < _VERDICT_S:
+            time.sleep(_POLL_S)
+    with working("waiting for a relay"):
+        while node.reach == "hidden" and not said and time.monotonic() - began_s < _VERDICT_S + _RELAYS_S:
+            time.sleep(_POLL_S)
     yield Diagnosis("network", "good", _peers(node))
     problem = node.dht.clock_problem
     yield Diagnosis("clock", "note" if problem else "good", problem or "it agrees with its peers' clocks")
     yield _reach(node, listen, said[-1] if said else "")
     relays = node.relays()
     until_s = time.monotonic() + _SECOND_RELAY_S
-    while relays and node.nat(relays) == "unknown" and time.monotonic() < until_s:
-        time.sleep(_POLL_S)
-        relays = node.relays()
+    with working("finding out the kind of NAT"):
+        while relays and node.nat(relays) == "unknown" and time.monotonic() < until_s:
+            time.sleep(_POLL_S)
+            relays = node.relays()
     yield _relays(node, relays)
     if listen is not None:
         yield Diagnosis("NAT", "good", _NATS[node.nat(relays)])
@@ -149,7 +153,9 @@ def _software() -> str:
 
 def _machine() -> Diagnosis:
     import psutil
-    import torch
+
+    with working("loading torch"):
+        import torch
 
     memory = psutil.virtual_memory()
     host = f"{os.cpu_count()} cores, {size(memory.available)} of {size(memory.total)} of memory free"
@@ -177,7 +183,8 @@ def _throughput(node: Node, named: Sequence[Contact]) -> Diagnosis:
     shown = []
     for contact in named[:_MEASURED_MAX]:
         try:
-            rates = node.throughput(contact)
+            with working(f"measuring the speed to {contact.peer_id.short}"):
+                rates = node.throughput(contact)
         except SwarmError as error:
             shown.append(f"{contact.peer_id} was not measured: {error}")
         else:

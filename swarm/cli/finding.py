@@ -98,6 +98,24 @@ def remembered_entry(name: str, run: str | None, identity: str | None, found: Se
     return _invited_entry(signed, addresses, identity)
 
 
+def remembered_addresses() -> list[str]:
+    """Return addresses of peers that this machine has met in open runs: its own volunteers, then the peers of
+    each run in turn, those seen last first.
+    """
+    from swarm.net.joining import REMEMBERED_MAX
+    from swarm.net.peerbook import reached_peers
+    from swarm.run.specification_store import SpecificationStore
+
+    store = SpecificationStore(specifications_folder())
+    ids = [one.run_id for one in store.all() if one.specification.members == "open"]
+    here = [one for one in Control(control_folder()).running() if one.run_id in ids]
+    met = [reached_peers(store.peers_file(run_id), REMEMBERED_MAX) for run_id in ids]
+    turns = [contact for turn in itertools.zip_longest(*met) for contact in turn if contact is not None]
+    found = [address for one in here for address in one.addresses[:1]]
+    found += [address for contact in turns for address in contact.multiaddrs]
+    return list(dict.fromkeys(found))[:REMEMBERED_MAX]
+
+
 def nearby_runs(output: Output, run: str | None, search: str = "") -> list[NearbyRun]:
     """Look for runs on the local networks for a few seconds, show them, and return them. `run`: only runs
     with this name, `name@id` or id; `search`: only those with this text in their line.

@@ -20,6 +20,7 @@ from swarm.cli.shutdown import Shutdown
 from swarm.core.device import check_device_present
 from swarm.core.errors import SwarmError, UsageError
 from swarm.core.identity import Identity
+from swarm.core.working import working
 from swarm.membership.invite import is_invite
 from swarm.run.entering import enter, find_run
 from swarm.run.events import Event, Listening, Notice, RunChanged
@@ -369,10 +370,13 @@ class _Hosting:
         """
         factory = self._choices.factory(self._signed.grid)
         placing = self._choices.placing(self._signed.grid, self._node, factory)
-        experts = factory.make_all(placing.first())
+        with working("making the experts"):
+            experts = factory.make_all(placing.first())
         move: Move | None = None
         while True:
-            with self._open_server(experts) as server:
+            with working("opening the experts"):
+                opened = self._open_server(experts)
+            with opened as server:
                 if move is None:
                     self._emit(_served_event(self._signed, created, self._node, server, factory.device))
                 move = watch(

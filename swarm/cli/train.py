@@ -33,6 +33,7 @@ from swarm.core.errors import UsageError
 from swarm.core.identity import Identity
 from swarm.core.ids import Contact
 from swarm.core.presets import Preset
+from swarm.core.working import working
 from swarm.run.contributions import ContributionLog
 from swarm.run.entering import find_run, refusal, unanswered, wait_for_answer
 from swarm.run.events import Event, Finished, Listening, Notice
@@ -156,9 +157,10 @@ def start(file: Path, recovery_key: str | None, **given: Any) -> int:
             session.emit(
                 Notice(text=f"no bootstrap peer answers yet; training alone and trying again: {why}")
             )
-        signed, created = session.node.network.run(
-            create_run(session.directory, specification, session.own, session.node.clock), _CREATE_S_MAX
-        )
+        with working("publishing the run"):
+            signed, created = session.node.network.run(
+                create_run(session.directory, specification, session.own, session.node.clock), _CREATE_S_MAX
+            )
         session.train(signed, created=created)
     return 0
 
@@ -368,10 +370,13 @@ class _Session:
             ranks=ranks,
         )
         volunteer = Volunteer(self.node, signed, self.directory, config, self.emit, self.shutdown.requested)
-        self.emit(volunteer.describe_run(created=created))
+        with working("asking how many train this run"):
+            found = volunteer.describe_run(created=created)
+        self.emit(found)
         if self.node.dht.clock_problem:
             self.emit(Notice(text=self.node.dht.clock_problem))
-        self._importing.join()
+        with working("loading torch"):
+            self._importing.join()
         device = volunteer.choose_device()
         with asking():
             agreed = self.choices.yes or self.output.ask(f"Train this on {device}?")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from swarm.core.device import first_line, is_device_failure, is_out_of_memory
 from swarm.core.errors import PeerError, SwarmError
+from swarm.core.working import working
 from swarm.run.events import Emit, Notice, Saved
 
 if TYPE_CHECKING:
@@ -60,7 +61,8 @@ class CheckpointWriter:
         """
         if self._config.from_scratch:
             return False
-        checkpoint, wrong = self._checkpoints.newest_good()
+        with working("reading this machine's checkpoint"):
+            checkpoint, wrong = self._checkpoints.newest_good()
         for text in wrong:
             self._emit(Notice(text=f"skipped: {text}"))
         if checkpoint is None or checkpoint.epoch == 0:
@@ -148,7 +150,8 @@ class CheckpointWriter:
     def _write(self, view: StateView) -> None:
         began_s = time.monotonic()
         try:
-            path = self._checkpoints.save(view, self._parameters, self._about)
+            with working(f"saving epoch {view.epoch}"):
+                path = self._checkpoints.save(view, self._parameters, self._about)
         except SwarmError as error:
             self._emit(Notice(text=f"{error}; training continues"))
         except (RuntimeError, MemoryError) as error:

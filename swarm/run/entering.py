@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from swarm.core.errors import DeadlineExceeded, NetworkError, NotInvited
+from swarm.core.working import working
 
 if TYPE_CHECKING:
     from swarm.node import Node
@@ -43,7 +44,8 @@ def poll_running(poll: Callable[[float], bool], limit_s: Callable[[], float]) ->
 
 def wait_for_answer(node: Node) -> bool:
     """Wait until a peer of the swarm answers. Return False if that is no longer likely."""
-    return poll_running(node.wait_joined, lambda: REFUSED_S if node.join_refused else SILENT_S)
+    with working("waiting for a peer to answer"):
+        return poll_running(node.wait_joined, lambda: REFUSED_S if node.join_refused else SILENT_S)
 
 
 def find_run(
@@ -53,7 +55,8 @@ def find_run(
     is asked may be busy: it is asked again a second later, three times in all. Raises UsageError, PeerError
     or the last NetworkError.
     """
-    return node.network.run(found_run(directory, wanted, grid=grid), FIND_S_MAX)
+    with working("asking for the runs of this swarm"):
+        return node.network.run(found_run(directory, wanted, grid=grid), FIND_S_MAX)
 
 
 async def found_run(

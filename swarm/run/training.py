@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from swarm.core.device import is_out_of_memory, release_cached_memory
 from swarm.core.errors import NotEnoughPeers
+from swarm.core.working import working
 from swarm.run.events import (
     Contributed,
     Emit,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     import torch
 
     from averaging.optim.optimizer import Optimizer, StepReport
+    from averaging.optim.reports import LoadResult
     from swarm.core.ids import PeerId
 
 STATE_TIMEOUT_S = 600.0  # timeout of a download of the whole state
@@ -109,7 +111,7 @@ class Training:
 
         Raises NotEnoughPeers if there are other peers and none could send its state.
         """
-        load = self.optimizer.load_state_from_peers(timeout_s=STATE_TIMEOUT_S)
+        load = load_state(self.optimizer)
         if load.loaded:
             self.stats.finish_epoch(0)
             reason = "memory ran out in the middle of a step"
@@ -259,6 +261,12 @@ class Training:
         ended_s = time.monotonic()
         self.validation_schedule.finished(ended_s - started_s, ended_s)
         return loss
+
+
+def load_state(optimizer: Optimizer) -> LoadResult:
+    """Download the whole state from peers, and show how far it is."""
+    with working("downloading the state", unit="bytes") as update:
+        return optimizer.load_state_from_peers(timeout_s=STATE_TIMEOUT_S, on_progress=update)
 
 
 def _ran_out_of_memory(report: StepReport) -> bool:

@@ -37,7 +37,6 @@ def test_runs_of_a_swarm_are_listed_with_what_they_ask_for_and_how_many_train(
         assert str(found["asks"]).startswith("about ")
         assert node.dht.service.storage.usage(catalogue_key(signed.founder)).entries == 1
         text = CliRunner().invoke(swarm, ["runs", node.addresses[0], "--search", "BYTELM"]).stdout
-        assert "reading the catalogue" in text
         assert "asks for about" in text
         assert "1 volunteer at" in text
         assert [line["event"] for line in listed(node.addresses[0], "--search", "vision")] == ["notice"]

@@ -8,6 +8,7 @@ few known names are read. Files of the hub stay in the user's cache of the hub (
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import re
 from dataclasses import asdict, dataclass
@@ -18,6 +19,7 @@ from swarm.core.errors import NetworkError, SwarmError, UsageError
 from swarm.core.files import replace_durably
 from swarm.core.home import home
 from swarm.core.wording import size
+from swarm.core.working import Update, working
 
 HUB_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}$"
 _CONFIG = "config.json"
@@ -149,7 +151,16 @@ class HubFiles:
         from huggingface_hub import hf_hub_download
 
         try:
-            path = Path(hf_hub_download(self._name, one.name, repo_type=self._kind, revision=self._revision))
+            with working(f"downloading {one.name} of {self._name}", unit="bytes") as update:
+                path = Path(
+                    hf_hub_download(
+                        self._name,
+                        one.name,
+                        repo_type=self._kind,
+                        revision=self._revision,
+                        tqdm_class=_bar_for(update),
+                    )
+                )
         except (OSError, ValueError) as error:
             raise NetworkError(
                 f"{one.name} of {self._name} could not be downloaded: {_line(error)}"
@@ -262,11 +273,30 @@ def read_json(path: Path, bytes_max: int) -> dict[str, Any]:
     return table
 
 
+def _bar_for(update: Update) -> type[Any]:
+    """Return a class with which the hub's library reports a download, instead of a bar of its own."""
+    from huggingface_hub.utils import tqdm
+
+    class Bar(tqdm):  # type: ignore[misc]
+        def __init__(self, *given: Any, **options: Any) -> None:
+            super().__init__(*given, **{**options, "disable": False, "file": io.StringIO()})
+
+        def update(self, n: float | None = 1) -> bool | None:
+            shown: bool | None = super().update(n)
+            update(int(self.n), int(self.total or 0))
+            return shown
+
+    return Bar
+
+
 def _hash_of(path: Path, digest: Any) -> str:
     """Return the digest, after updating it with the content of a file."""
-    with path.open("rb") as stream:
+    done, total = 0, path.stat().st_size
+    with working(f"checking {path.name}", unit="bytes") as update, path.open("rb") as stream:
         while part := stream.read(_READ_BYTES):
             digest.update(part)
+            done += len(part)
+            update(done, total)
     return str(digest.hexdigest())
 
 
