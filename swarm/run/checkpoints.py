@@ -52,6 +52,7 @@ class CheckpointWriter:
         self._next_s = time.monotonic() + config.every_s
         self._epoch = -1  # epoch of the last checkpoint
         self._write_s = 0.0  # duration of the last write
+        self._is_last = False  # the volunteer leaves
 
     def resume(self, optimizer: Optimizer) -> bool:
         """Load the newest valid checkpoint, because no peer has a state. Return False if there is none that
@@ -124,6 +125,7 @@ class CheckpointWriter:
 
     def close(self, optimizer: Optimizer) -> None:
         """Write a last checkpoint if the disk was fast enough for the previous ones."""
+        self._is_last = True
         if self._writing is not None:
             self._writing.join(_FINAL_S_MAX)
         if (
@@ -153,7 +155,7 @@ class CheckpointWriter:
             with working(f"saving epoch {view.epoch}"):
                 path = self._checkpoints.save(view, self._parameters, self._about)
         except SwarmError as error:
-            self._emit(Notice(text=f"{error}; training continues"))
+            self._emit(Notice(text=f"{error}" if self._is_last else f"{error}; training continues"))
         except (RuntimeError, MemoryError) as error:
             if not (is_device_failure(error) or is_out_of_memory(error)):
                 raise

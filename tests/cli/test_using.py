@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import socket
 from dataclasses import replace
@@ -10,14 +11,19 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from swarm.cli.commands import swarm
 from swarm.cli.identity import open_entry_identity, own_peers
+from swarm.cli.render.live import LiveOutput
 from swarm.cli.render.monitor import ScreenState, Trends, headline, render_screen
+from swarm.cli.render.volunteer import VolunteerPresentation
 from swarm.core.identity import Identity
+from swarm.core.ids import PeerId
+from swarm.dht.logic.clock_offset import ClockOffset
 from swarm.monitor.logic.model import Model
 from swarm.monitor.logic.view import LinkView, MonitorView, RunView
-from swarm.run import machine
+from swarm.run import events, machine
 
 ADDRESS = "/ip4/127.0.0.1/tcp/9/tls/http/p2p/12D3KooWD3eckifWpRn9wQpMG9R9hX3sD158z7EqHWmweQAJU5SA"
 RUN = RunView(run_id="a" * 20, name="tiny", version=2, target=1000)
@@ -125,3 +131,29 @@ def test_a_volunteer_by_address_is_the_same_the_next_time_and_two_at_once_are_tw
     new = open_entry_identity("new", [ADDRESS], "train")
     assert isinstance(new, Identity)
     assert new.peer_id not in own_peers()
+
+
+def test_a_paused_volunteer_shows_why_and_no_pace() -> None:
+    stream = io.StringIO()
+    output = LiveOutput(VolunteerPresentation(), Console(file=stream, force_terminal=True, width=80))
+    joined = {"peer_id": "12D3KooW", "run_id": "a", "join_line": "", "device": "cpu", "data": "texts"}
+    output.emit(events.Joined(**joined, start_s=1.0))
+    output.emit(
+        events.TrainingProgress(
+            epoch=3, loss=2.0, samples_per_s=135.0, swarm_samples=5, swarm_samples_per_s=300.0, peers=2
+        )
+    )
+    output.emit(events.Paused(reason="it is outside of its hours (22:00-07:00)", member=False))
+    output.close()
+    *_, last = stream.getvalue().split("paused: it is outside of its hours")
+    assert "samples/s" not in last
+    assert "135" not in last
+
+
+def test_a_wrong_clock_is_said_in_days() -> None:
+    offset = ClockOffset()
+    for number in range(5):
+        offset.add(PeerId(bytes([number]) * 32), sent_s=0.0, received_s=0.1, peer_s=173_000.0)
+    text = offset.problem(PeerId(bytes(32)), 0.1)
+    assert text is not None
+    assert "is 2.0 days behind its peers' clocks" in text
