@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
@@ -23,6 +24,7 @@ _FIND_TRIES, _FIND_PAUSE_S = 3, 1.0
 FIND_S_MAX: Final = 100.0  # each try is two reads of 10 s, and searches on disk
 _ENTRY_CHARACTERS_MAX = 120  # an address fits, an invite does not
 _ENTRIES_SHOWN = 3
+_REACH = re.compile(r"^cannot reach peer \w+: ")
 
 
 def poll_running(poll: Callable[[float], bool], limit_s: Callable[[], float]) -> bool:
@@ -74,8 +76,8 @@ async def found_run(
 
 
 def unanswered(node: Node) -> str:
-    """Return why nobody has answered yet."""
-    return "; ".join(node.join_failures) or "no answer in time"
+    """Return why nobody has answered yet, without the names of peers that the user has given."""
+    return "; ".join(_REACH.sub("", one) for one in node.join_failures) or "no answer in time"
 
 
 def enter(node: Node, entries: Sequence[str]) -> None:

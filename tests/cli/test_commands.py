@@ -74,7 +74,7 @@ def error_text(capsys: pytest.CaptureFixture[str]) -> str:
         ),
         (
             ["join", "x", "--hours", "5-5", "--yes"],
-            "swarm: Invalid value for '--hours': hours that end when they",
+            "swarm: Invalid value for '--hours': '5-5' ends when it begins: hours are like 22-7",
         ),
         (["identity", "--identity", str(ROOT / "README.md")], "README.md is no identity file"),
         (["join", "/ip4/300.1.1.1/tcp/1/p2p/x", "--yes"], "swarm: 'x' is not a PeerID"),
