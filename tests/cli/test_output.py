@@ -172,15 +172,20 @@ def test_the_summary_shows_measured_memory_beside_the_estimate() -> None:
     )
 
 
-def test_progress_has_no_sentence_and_other_events_have_one() -> None:
-    assert (
-        VolunteerPresentation().sentence(
-            events.TrainingProgress(
-                epoch=1, loss=1.0, samples_per_s=1.0, swarm_samples=3, swarm_samples_per_s=1.0, peers=1
-            )
-        )
-        == ""
+def test_a_long_epoch_has_a_line_now_and_then_in_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock_s = [0.0]
+    monkeypatch.setattr("swarm.cli.render.volunteer.time.monotonic", lambda: clock_s[0])
+    stream = io.StringIO()
+    output = PlainOutput(VolunteerPresentation(), stream)
+    progress = events.TrainingProgress(
+        epoch=1, loss=1.0, samples_per_s=1.0, swarm_samples=1234, swarm_samples_per_s=1.0, peers=1
     )
+    for clock_s[0] in (1.0, 9.0, 11.0, 12.0, 20.0, 22.0):
+        output.emit(progress)
+    assert stream.getvalue().splitlines() == ["epoch 2 so far: 1,234 samples by 1 peer, loss 1.000"] * 2
+
+
+def test_a_download_of_the_state_after_a_lag_has_a_sentence() -> None:
     assert (
         VolunteerPresentation().sentence(
             events.Resynchronised(epoch=4, loaded=True, reason="fell behind", seconds=0.5)

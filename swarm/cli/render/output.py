@@ -135,6 +135,20 @@ class PlainOutput(Output):
         if text:
             _write_line(self._stream, printable(text))
 
+    def ask(self, text: str) -> bool:
+        if not (sys.stdin.isatty() and self._stream.isatty()):
+            return False
+        import click
+
+        return click.confirm(printable(text), default=True)
+
+    def choose(self, text: str, count: int) -> int | None:
+        if not (sys.stdin.isatty() and self._stream.isatty()):
+            return None
+        import click
+
+        return int(click.prompt(printable(text), type=click.IntRange(1, count)))
+
     def show_work(self, work: Work) -> None:
         """Print a line when the work begins to be shown, and then one every `_WORK_LINE_S`."""
         if work.is_over:
