@@ -139,7 +139,8 @@ def _limits(read: RunTotals) -> Iterator[str]:
     """Yield what the totals leave out."""
     yield (
         f"in each round a peer counts for at most {CREDIT_RATIO_MAX} times the median of those that decide "
-        "it, because nobody can check what others have computed"
+        "it, and one that is alone for at most the mean of the rounds of several: nobody can check what "
+        "others have computed"
     )
     if read.is_partial:
         yield (

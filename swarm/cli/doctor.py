@@ -14,6 +14,7 @@ import click
 
 import swarm
 from swarm.cli import options
+from swarm.cli.finding import given_entry
 from swarm.cli.identity import open_entry_identity
 from swarm.cli.invite import contacts_of
 from swarm.cli.render import print_result
@@ -74,7 +75,8 @@ def doctor(
     """Find out whether this machine can volunteer: software, memory and GPU, clock, how others reach it,
     relays, kind of NAT, and how fast bytes go to the peers that you name.
 
-    ADDRESS is a peer of the swarm, or an invite; without it the network is not tried. Give the options that
+    ADDRESS is a peer of the swarm, RUN a run that this machine remembers; without any the network is not
+    tried. Give the options that
     you would give to `swarm join`. The exit status is 1 when this machine cannot volunteer.
 
     \b
@@ -83,6 +85,9 @@ def doctor(
       swarm doctor /ip4/203.0.113.7/tcp/4000/p2p/12D3KooW...
       swarm doctor swarm1... --listen 0.0.0.0:4000 --json
     """
+    entry = given_entry(addresses, None, identity, ())
+    if entry is not None:
+        addresses, identity = entry.bootstrap, entry.identity
     where = options.listen_at(listen, announce, contacts_of(addresses))
     states: list[State] = []
     for finding in _examine(addresses, identity, where, announce):

@@ -27,6 +27,7 @@ from swarm.run.contributions import ContributionLog, Given
 from swarm.run.events import Notice
 
 if TYPE_CHECKING:
+    from swarm.cli.finding import RunEntry
     from swarm.core.ids import Contact
     from swarm.node import Node
     from swarm.run.directory import RunDirectory, RunListing
@@ -49,10 +50,10 @@ _AT_ONCE = 8
 @click.option("--no-lan", is_flag=True, help="Do not look on the local network.")
 @options.as_json
 def runs(addresses: tuple[str, ...], search: str, no_lan: bool, as_json: bool) -> int:
-    """List the runs of the swarm at ADDRESS: task, size, volunteers, pace, what they ask for, and who may
-    join. Open runs come from the catalogue of the swarm.
+    """List the runs of the swarm at ADDRESS, or of that of a RUN that this machine remembers: task, size,
+    volunteers, pace, what they ask for, and who may join. Open runs come from the catalogue of the swarm.
 
-    Without ADDRESS, the command lists the runs in which this machine took part, with what it gave to them,
+    Without either, the command lists the runs in which this machine took part, with what it gave to them,
     and then those in the catalogue of the peers that it met there. The runs that others on the local network
     train follow in both cases.
 
@@ -63,14 +64,15 @@ def runs(addresses: tuple[str, ...], search: str, no_lan: bool, as_json: bool) -
       swarm runs /ip4/203.0.113.7/tcp/4000/tls/http/p2p/12D3KooW...
       swarm runs ADDRESS --search language --json
     """
-    from swarm.cli.finding import nearby_runs, remembered_addresses
+    from swarm.cli.finding import RunEntry, given_entry, nearby_runs, remembered_addresses
 
     with make_output(Presentation(), as_json=as_json) as output:
-        if addresses:
-            _list_swarm(output, addresses, search)
+        entry = given_entry(addresses, None, None, ())
+        if entry is not None:
+            _list_swarm(output, entry, search)
         else:
             known = _list_remembered(output, search)
-            _list_catalogue(output, tuple(remembered_addresses()), search, known)
+            _list_catalogue(output, RunEntry(tuple(remembered_addresses()), None, None), search, known)
         if not no_lan and not nearby_runs(output, None, search):
             output.emit(Notice(text="no run was found on the local network"))
     return 0
@@ -114,15 +116,15 @@ def _list_remembered(output: Output, search: str) -> set[str]:
     return set(names)
 
 
-def _list_catalogue(output: Output, addresses: tuple[str, ...], search: str, known: set[str]) -> None:
+def _list_catalogue(output: Output, entry: RunEntry, search: str, known: set[str]) -> None:
     """Show the runs that remembered peers list, but for those that this machine remembers."""
-    if not addresses:
+    if not entry.bootstrap:
         output.emit(
             Notice(text="this machine remembers no peer of an open run: pass an ADDRESS to see its catalogue")
         )
         return
     try:
-        found = [one for one in _read_swarm(addresses) if one.listing.full_name not in known]
+        found = [one for one in _read_swarm(entry) if one.listing.full_name not in known]
     except SwarmError as error:
         output.emit(Notice(text=f"the catalogue was not read: {error}"))
         return
@@ -133,9 +135,9 @@ def _list_catalogue(output: Output, addresses: tuple[str, ...], search: str, kno
         )
 
 
-def _list_swarm(output: Output, addresses: tuple[str, ...], search: str) -> None:
-    """Show the runs that the swarm at these addresses lists."""
-    if not _emit(output, _read_swarm(addresses), search):
+def _list_swarm(output: Output, entry: RunEntry, search: str) -> None:
+    """Show the runs that the swarm lists to which this is an entry."""
+    if not _emit(output, _read_swarm(entry), search):
         output.emit(Notice(text="this swarm lists no run" + (f" that fits {search!r}" if search else "")))
 
 
@@ -151,17 +153,17 @@ def _emit(output: Output, found: Sequence[_FoundRun], search: str) -> bool:
     return bool(fitting)
 
 
-def _read_swarm(addresses: tuple[str, ...]) -> list[_FoundRun]:
-    """Return the runs that the swarm at these addresses lists. Raise NetworkError if nobody answers there."""
+def _read_swarm(entry: RunEntry) -> list[_FoundRun]:
+    """Return the runs that a swarm lists. Raise NetworkError if nobody answers there."""
     from swarm.node import Node
     from swarm.run.directory import RunDirectory
     from swarm.run.entering import enter
 
     with (
-        contextlib.closing(open_entry_identity(None, addresses)) as own,
-        Node(bootstrap=addresses, listen=None, identity=own) as node,
+        contextlib.closing(open_entry_identity(entry.identity, entry.bootstrap)) as own,
+        Node(bootstrap=entry.bootstrap, listen=None, identity=own) as node,
     ):
-        enter(node, addresses)
+        enter(node, entry.bootstrap)
         directory = RunDirectory(node.dht.service, node.peer_id, clock=node.clock)
         with working("reading the catalogue") as update:
             return node.network.run(_read(node, directory, update), RUNS_MAX * _READ_S)

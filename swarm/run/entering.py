@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from swarm.core.errors import DeadlineExceeded, NetworkError, NotInvited
 from swarm.core.working import working
+from swarm.membership.invite import is_invite
 
 if TYPE_CHECKING:
     from swarm.node import Node
@@ -22,7 +23,8 @@ SILENT_S: Final = 15.0  # the same while an address has not refused: three attem
 _POLL_S = 0.5
 _FIND_TRIES, _FIND_PAUSE_S = 3, 1.0
 FIND_S_MAX: Final = 100.0  # each try is two reads of 10 s, and searches on disk
-_ENTRY_CHARACTERS_MAX = 120  # an address fits, an invite does not
+_ENTRY_CHARACTERS_MAX = 120  # an address fits
+_INVITE_CHARACTERS = 14
 _ENTRIES_SHOWN = 3
 _REACH = re.compile(r"^cannot reach peer \w+: ")
 
@@ -92,9 +94,17 @@ def refusal(node: Node, entries: Sequence[str]) -> NotInvited | NetworkError:
     """Return the error with the reason for which nobody answered at these addresses or invites."""
     if node.not_invited:
         return NotInvited(node.not_invited)
-    given = entries[:_ENTRIES_SHOWN]
-    shown = [one[:_ENTRY_CHARACTERS_MAX] + ("…" if len(one) > _ENTRY_CHARACTERS_MAX else "") for one in given]
-    where = " and ".join(shown)
-    return NetworkError(
-        f"nobody answers at {where}: {unanswered(node)}. Ask for the address of another live peer"
-    )
+    where = " and ".join(_shown(one) for one in entries[:_ENTRIES_SHOWN])
+    advice = "Ask for the address of another live peer"
+    if any(map(is_invite, entries)):
+        advice = (
+            "Its peers are offline or have other addresses by now: try again later, or ask for a newer invite"
+        )
+    return NetworkError(f"nobody answers at {where}: {unanswered(node)}. {advice}")
+
+
+def _shown(entry: str) -> str:
+    """Return an entry for a sentence. An invite is a secret, and too long."""
+    if is_invite(entry):
+        return f"the invite {entry[:_INVITE_CHARACTERS]}…"
+    return entry[:_ENTRY_CHARACTERS_MAX] + ("…" if len(entry) > _ENTRY_CHARACTERS_MAX else "")

@@ -50,12 +50,12 @@ def test_a_port_that_is_taken_is_named_with_what_to_do() -> None:
 
 
 def test_an_address_that_was_not_copied_whole_is_recognised() -> None:
-    for command in ("join", "monitor", "contributors", "runs"):
+    for command in ("join", "monitor", "contributors", "runs", "experts", "doctor", "serve"):
         assert "was the address copied whole?" in said(command, ADDRESS[:-7])
 
 
 def test_a_name_that_this_machine_does_not_know_is_explained_by_every_command_that_takes_one() -> None:
-    for command in ("join", "monitor", "contributors"):
+    for command in ("join", "monitor", "contributors", "runs", "experts", "doctor", "serve"):
         assert "this machine took part in no run 'unknown'" in said(command, "unknown", *_yes(command))
 
 

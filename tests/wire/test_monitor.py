@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from averaging.optim.exchange import fetch_history
 from swarm.cli import main
 from swarm.core.ids import Contact
 from swarm.metrics.record import metrics_keys
@@ -223,7 +224,7 @@ def test_a_poll_fetches_the_history_of_each_peer_once(
     wait_for_metrics(run)
     asked: list[str] = []
     totals = threading.Semaphore(0)
-    fetch, read = contributors.fetch_history, contributors.totals_of
+    fetch, read = fetch_history, contributors.totals_of
 
     async def counted(caller: Any, run_id: str, contact: Contact, heads: Any) -> Any:
         asked.append(contact.peer_id.short)
