@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import socket
@@ -157,3 +158,14 @@ def test_a_wrong_clock_is_said_in_days() -> None:
     text = offset.problem(PeerId(bytes(32)), 0.1)
     assert text is not None
     assert "is 2.0 days behind its peers' clocks" in text
+
+
+@pytest.mark.parametrize("arguments", [("join", ADDRESS, "--memory", "4", "--yes"), ("config", "daily=5")])
+def test_a_size_without_a_unit_is_asked_for_it(arguments: tuple[str, ...]) -> None:
+    """`--memory 4` meant four bytes."""
+    assert "a size is written with its unit, like 4G or 800M" in said(*arguments)
+
+
+def test_an_identity_is_shown_while_a_volunteer_uses_it(tmp_path: Path) -> None:
+    with contextlib.closing(Identity.load(tmp_path / "identity", create=True)) as own:
+        assert str(own.peer_id) in said("identity")
