@@ -73,6 +73,7 @@ def view(**changes: Any) -> MonitorView:
     ("changes", "status", "sentence"),
     [
         ({}, "● live", "epoch 7, 0 samples/s by 3 peers"),
+        ({"peers_live": 1, "fraction": 0.3}, "● live", "epoch 7, 30 % of the next, 0 samples/s by 1 peer"),
         ({"peers_live": 0}, "○ nobody trains", "epoch 7: nobody trains this run at the moment"),
         ({"run": replace(RUN, paused=True)}, "‖ paused", "epoch 7: the owner has paused the run"),
         ({"run": replace(RUN, ended=True)}, "■ ended", "epoch 7: the run has ended"),
