@@ -45,7 +45,7 @@ def ranked(totals: Totals, names: Mapping[PeerId, str]) -> list[Contributor]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunTotals:
-    """What was given to a run, as far as its members sign it."""
+    """The samples that were given to a run, as far as its members sign them."""
 
     totals: Totals
     # some of the epochs that members still know had several groups: each credits only the peers that decided

@@ -44,6 +44,8 @@ class Terminal:
             "HOME": str(home),
             "SWARM_HOME": str(home / "swarm"),
             "PYTHONPATH": str(ROOT),
+            # where the installed command is, which a service starts
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
             "TERM": term,
             "COLUMNS": _COLUMNS,
             "OMP_NUM_THREADS": "1",

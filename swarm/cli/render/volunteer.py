@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from swarm.run.contributions import Given
 
 _EPOCH_LINE_S = 1.0  # shortest interval between the lines of two epochs in a log
-_PROGRESS_LINE_S = 10.0  # lines within an epoch, if it lasts so long
+_PROGRESS_LINE_S = 10.0  # the same within an epoch
 _CONTRIBUTION_LINE_S = 600.0  # the same for contributions
 _HISTORY_MAX = 10_000  # epochs in the graph of losses
 _BAR = 30  # width in columns

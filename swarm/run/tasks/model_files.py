@@ -8,7 +8,6 @@ few known names are read. Files of the hub stay in the user's cache of the hub (
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import re
 from dataclasses import asdict, dataclass
@@ -279,12 +278,12 @@ def _bar_for(update: Update) -> type[Any]:
 
     class Bar(tqdm):  # type: ignore[misc]
         def __init__(self, *given: Any, **options: Any) -> None:
-            super().__init__(*given, **{**options, "disable": False, "file": io.StringIO()})
+            super().__init__(*given, **{**options, "disable": True})  # it prints nothing, and counts nothing
+            self._done = int(options.get("initial") or 0)
 
-        def update(self, n: float | None = 1) -> bool | None:
-            shown: bool | None = super().update(n)
-            update(int(self.n), int(self.total or 0))
-            return shown
+        def update(self, n: float | None = 1) -> None:
+            self._done += int(n or 0)
+            update(self._done, int(self.total or 0))
 
     return Bar
 
