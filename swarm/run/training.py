@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -85,7 +86,10 @@ class Training:
                 Draw(self.signed.run_id, self.drawn_epoch, self.own_peer_id, others)
             )
         self.stats.epoch.add(self.micro_batches.backward(each, self.optimizer.zero_grad))
-        report = self._optimizer_step(samples)
+        # a peer that is behind downloads the state in its step
+        is_behind = view.swarm_epoch > self.optimizer.epoch
+        with working("catching up with the swarm") if is_behind else contextlib.nullcontext():
+            report = self._optimizer_step(samples)
         if report is None or _ran_out_of_memory(report):
             self.optimizer.zero_grad()
             self.micro_batches.shrink(
