@@ -123,7 +123,7 @@ def test_a_checkpoint_that_a_failed_device_prevents_is_reported_and_leaves_no_fi
 
 
 def test_a_volunteer_that_leaves_does_not_say_that_training_continues(tmp_path: Path) -> None:
-    """Before, a full disk was reported after Ctrl-C as if training went on."""
+    """Before, the message about a full disk said so after Ctrl-C, too."""
     (tmp_path / "run").write_text("a file where the folder would be")
     state, _ = saved(tmp_path / "other")
     with state.lock:
