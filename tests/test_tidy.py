@@ -224,7 +224,7 @@ FUNCTION_FRAGMENT = re.compile(r"(?:How|Is|As|For)\b")
 UNUSED_WORDS = re.compile(
     r"\b(?:whom|whoever|lest|anew|afresh|thereby|hearsay|buried|bury|buries|beaten|in the place of)\b"
     r"|\bso (?:long|many|often)\b(?! as\b)"
-    r"|\b(?:goes|go|went|gone) on\b|\bfor (?:ever|good)\b|\bat hand\b|\bnobody but\b|\bof one's own\b"
+    r"|\b(?:goes|go|went|gone|going) on\b|\bfor (?:ever|good)\b|\bat hand\b|\bnobody but\b|\bof one's own\b"
     r"|\b(?:comes|becomes) of\b|\bbefall|\b(?:tells?|told) apart\b|\bin the eyes of\b|\bturn(?:s|ed)? bad\b",
     re.IGNORECASE,
 )

@@ -80,7 +80,7 @@ def _set_paused(run: str | None, *, paused: bool, free: bool = False, as_json: b
         print_result(
             "pause" if paused else "resume",
             {"pid": one.pid, "run": one.full_name},
-            f"{'pausing' if paused else 'going on'}: {one.full_name}, process {one.pid}",
+            f"{'pausing' if paused else 'resuming'}: {one.full_name}, process {one.pid}",
             as_json=as_json,
         )
     return 0
