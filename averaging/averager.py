@@ -123,7 +123,8 @@ class Averager:
         self.auxiliary = auxiliary
         self.min_fraction = min_fraction
         names = tuple(tensors) if isinstance(tensors, Mapping) else ()
-        self._staging = Staging(list(tensors.values() if isinstance(tensors, Mapping) else tensors), names)
+        values = list(tensors.values() if isinstance(tensors, Mapping) else tensors)
+        self._staging = Staging(values, names=names)
         self._round = RoundConfig(aggregation=self._aggregation, audit=audit, min_fraction=min_fraction)
         self._mixed: MixedCodecs | None = None
         if not isinstance(codec, str):

@@ -68,7 +68,7 @@ class MixedCodecs:
     def _part(codec: str, places: list[int], names: Sequence[str], tensors: Sequence[torch.Tensor]) -> _Part:
         staging = Staging(
             [tensors[place] for place in places],
-            [names[place] if names else str(place) for place in places],
+            names=[names[place] if names else str(place) for place in places],
         )
         return _Part(
             codec=find(codec),

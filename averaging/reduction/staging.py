@@ -24,9 +24,11 @@ from swarm.core.errors import UsageError
 class Staging:
     """The tensors to average. They may be of any float type, stride and device, and on several devices."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], names: Sequence[str] = ()) -> None:
-        """Check the tensors. `names`: their names in messages; empty when they have none. Raises UsageError
-        for tensors that cannot be averaged.
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], queues: Queues | None = None, names: Sequence[str] = ()
+    ) -> None:
+        """Check the tensors. `queues`: the queues of their devices; None: made here. `names`: their names in
+        messages; empty when they have none. Raises UsageError for tensors that cannot be averaged.
         """
         self.tensors = tuple(tensors)
         for place, tensor in enumerate(self.tensors):
@@ -37,7 +39,7 @@ class Staging:
         refuse_sharded(self.tensors, "tensor")
         self.layout = TensorLayout.of(self.tensors)
         _refuse_overlaps(self.tensors)
-        self.queues = Queues(tensor.device for tensor in self.tensors)
+        self.queues = Queues(tensor.device for tensor in self.tensors) if queues is None else queues
         self._describe = functools.partial(self.layout.describe, names=tuple(names))
         # by device: flat float32, of the largest size needed so far
         self._copies: dict[torch.device, torch.Tensor] = {}
