@@ -221,4 +221,4 @@ def temporary_node(
                 raise NotInvited(f"{node.not_invited}. {hint}")
             raise refusal(node, entries[-1:])
         store = SpecificationStore(specifications_folder())
-        yield node, RunDirectory(node.dht.service, node.peer_id, clock=node.clock, store=store)
+        yield node, RunDirectory(node.dht.service, clock=node.clock, store=store)

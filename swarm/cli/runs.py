@@ -116,7 +116,7 @@ def _list_swarm(output: Output, addresses: tuple[str, ...], search: str) -> None
         Node(bootstrap=addresses, listen=None, identity=own) as node,
     ):
         enter(node, addresses)
-        directory = RunDirectory(node.dht.service, node.peer_id, clock=node.clock)
+        directory = RunDirectory(node.dht.service, clock=node.clock)
         if not isinstance(output, JsonOutput):
             output.emit(Notice(text="reading the catalogue, and the runs that it lists"))
         found = node.network.run(_read(node, directory), RUNS_MAX * _READ_S)
