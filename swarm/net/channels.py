@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError, UsageEr
 from swarm.core.identity import Identity
 from swarm.core.ids import Address, Contact, PeerId
 from swarm.core.presets import WAN
+from swarm.net.bulk_calls import BULK, BulkConnections
 from swarm.net.calls import (
     SHARED_REPLY_BYTES_MAX,
     SHARED_REQUEST_BYTES_MAX,
@@ -35,6 +37,7 @@ from swarm.net.outgoing import CallerStream, MapErrors, closed_locally, status_e
 from swarm.net.rpc import BULK_OPTIONS, Method, ReplyT, RequestT, Stream, StreamMethod
 from swarm.net.throttle import Bandwidth, Throttle
 from swarm.runtime.supervise import Supervisor
+from swarm.wire.peer_pb2 import BulkRequest
 
 _STREAMS_END_S_MAX = 0.2
 # The call of `reaches`. Without a request it is refused, after its caller was identified.
@@ -108,6 +111,9 @@ class Channels:
         self._links: dict[tuple[PeerId, int], _Link] = {}
         self._pooled: dict[int, _PooledConnection] = {}  # connections by their id()
         self._last_working: dict[PeerId, Address] = {}  # the address that worked last
+        self._bulk = BulkConnections(
+            identity.peer_id, self._throttle, limits.idle_s, self._routes.dialed.append
+        )
         self._closed = False
         self._streams = Supervisor()
 
@@ -173,24 +179,34 @@ class Channels:
         cancels it.
 
         `timeout_s` limits the whole stream, connecting included (None: no limit). A `connection` above 0 uses
-        a TCP connection of its own.
+        a TCP connection of its own: a bulk connection, or that gRPC connection.
         """
         loop = asyncio.get_running_loop()
         deadline_s = None if timeout_s is None else loop.time() + timeout_s
-        link, pooled = await self._enter(contact, connection, timeout_s, method.name)
-        try:
+        peer_id = contact.peer_id
+        if connection > 0 and self._bulk.is_possible(peer_id):
+            async with self._calling(contact, 0, timeout_s, method.name) as control:
+                ask = functools.partial(
+                    self.call, contact, BULK, BulkRequest(), timeout_s=self._dial_timeout_s
+                )
+                bulk = await self._bulk.begin(peer_id, control, method.name, ask, deadline_s)
+                if bulk is not None:
+                    try:
+                        yield self._throttle.stream(CallerStream(method, peer_id, control, bulk, timeout_s))
+                    except BaseException:
+                        bulk.cancel()
+                        raise
+                    finally:
+                        self._bulk.end(bulk)
+                    return
+        remaining_s = None if deadline_s is None else max(deadline_s - loop.time(), 0.001)
+        async with self._calling(contact, connection, remaining_s, method.name) as used:
             remaining_s = None if deadline_s is None else max(deadline_s - loop.time(), 0.001)
-            call = pooled.connection.channel.stream_stream(method.name)(timeout=remaining_s)
-            stream = CallerStream(method, contact.peer_id, pooled.connection, call, timeout_s)
+            call = used.channel.stream_stream(method.name)(timeout=remaining_s)
             try:
-                yield self._throttle.stream(stream)
+                yield self._throttle.stream(CallerStream(method, peer_id, used, call, timeout_s))
             finally:
-                stream.cancel()
-        except NetworkError as error:
-            self._failed(link, pooled, error)
-            raise
-        finally:
-            await self._leave(link, pooled)
+                call.cancel()
 
     async def reaches(self, contact: Contact, timeout_s: float) -> bool:
         """Return whether a new connection to these addresses, opened only for this test, reaches the peer. A
@@ -219,6 +235,7 @@ class Channels:
 
     async def forget(self, peer_id: PeerId) -> None:
         """Close every connection to this peer; its calls fail."""
+        self._bulk.forget(peer_id)
         for key in [key for key in self._links if key[0] == peer_id]:
             await self._close(self._links.pop(key))
 
@@ -236,6 +253,7 @@ class Channels:
     async def close(self) -> None:
         """Close everything; calls in progress fail, later ones raise UsageError."""
         self._closed = True
+        self._bulk.close()
         links = list(self._links.values())
         self._links.clear()
         for link in links:
@@ -244,6 +262,7 @@ class Channels:
 
     async def close_idle(self) -> None:
         """Close connections that were not used for `idle_s`. The node calls this periodically."""
+        self._bulk.close_idle()
         oldest_s = asyncio.get_running_loop().time() - self._idle_s
         for key, link in list(self._links.items()):
             if link.used_s < oldest_s and not link.lock.locked() and not self._busy(link):
@@ -255,8 +274,9 @@ class Channels:
         """Return every (IP, port) that is connected or may be connecting: a forked child recognises this
         node's sockets by them.
         """
-        return frozenset(self._routes.dialed).union(
-            *(pooled.connection.endpoints for pooled in self._pooled.values())
+        return self._bulk.endpoints.union(
+            self._routes.dialed,
+            *(pooled.connection.endpoints for pooled in self._pooled.values()),
         )
 
     def connection_to(self, peer_id: PeerId, number: int = 0) -> Connection | None:
@@ -316,6 +336,20 @@ class Channels:
         pooled = self._pooled[id(link.connection)]
         pooled.calls += 1
         return link, pooled
+
+    @contextlib.asynccontextmanager
+    async def _calling(
+        self, contact: Contact, number: int, timeout_s: float | None, method: str
+    ) -> AsyncIterator[Connection]:
+        """Use a connection for a stream."""
+        link, pooled = await self._enter(contact, number, timeout_s, method)
+        try:
+            yield pooled.connection
+        except NetworkError as error:
+            self._failed(link, pooled, error)
+            raise
+        finally:
+            await self._leave(link, pooled)
 
     def _failed(self, link: _Link, pooled: _PooledConnection, error: NetworkError) -> None:
         """Drop a connection that broke; keep one on which only a call was too slow."""

@@ -55,3 +55,19 @@ class DialBackReply(_message.Message):
     reached: bool
     observed: str
     def __init__(self, reached: _Optional[bool] = ..., observed: _Optional[str] = ...) -> None: ...
+
+class BulkRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class BulkReply(_message.Message):
+    __slots__ = ("port", "grpc_port", "token", "secret")
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    GRPC_PORT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
+    port: int
+    grpc_port: int
+    token: bytes
+    secret: bytes
+    def __init__(self, port: _Optional[int] = ..., grpc_port: _Optional[int] = ..., token: _Optional[bytes] = ..., secret: _Optional[bytes] = ...) -> None: ...
