@@ -209,10 +209,17 @@ class BulkConnections:
     """The bulk connections of one node to other peers. They belong to the network thread."""
 
     def __init__(
-        self, own: PeerId, throttle: Throttle, idle_s: float, on_dialed: Callable[[Endpoint], None]
+        self,
+        own: PeerId,
+        throttle: Throttle,
+        on_dialed: Callable[[Endpoint], None],
+        *,
+        connections_max: int,
+        idle_s: float,
     ) -> None:
         """`on_dialed` is called with every endpoint to which a connection may be under way."""
-        self._own, self._throttle, self._idle_s, self._on_dialed = own, throttle, idle_s, on_dialed
+        self._own, self._throttle, self._on_dialed = own, throttle, on_dialed
+        self._connections_max, self._idle_s = connections_max, idle_s
         self._is_on = IS_SUPPORTED
         self._open: dict[BulkSocket, Endpoint] = {}
         # unused ones with the time of their last use, the latest last
@@ -312,8 +319,8 @@ class BulkConnections:
         ask: Callable[[], Awaitable[peer_pb2.BulkReply]],
     ) -> BulkSocket | None:
         """Return a new connection whose other end has proven that it is the peer; None if there is none."""
-        if control.address is None:
-            return None  # a tunnel through a relay
+        if control.address is None or not self._has_room():
+            return None  # the address is None for a tunnel through a relay
         try:
             reply = await ask()
         except NetworkError:
@@ -359,6 +366,16 @@ class BulkConnections:
             raise
         self._open[connection] = endpoint
         return connection
+
+    def _has_room(self) -> bool:
+        """Return whether one more connection may be open; closes the one that is unused for the longest time
+        if necessary.
+        """
+        if len(self._open) >= self._connections_max:
+            unused = [(used_s, one) for every in self._idle.values() for one, used_s in every]
+            if unused:
+                self._forget(min(unused, key=lambda found: found[0])[1])
+        return len(self._open) < self._connections_max
 
     def _not_before(self, peer_id: PeerId, pause_s: float) -> None:
         """Use gRPC for the streams to a peer for a while."""

@@ -102,6 +102,7 @@ class BulkSocket:
         self._readable: asyncio.Future[None] | None = None
         self._writable: asyncio.Future[None] | None = None
         self._is_watched = False
+        self._sending = asyncio.Lock()
         self._is_cut = False  # a frame was sent in part
         self._stopped = ""  # why `send` must not wait any longer
 
@@ -109,12 +110,6 @@ class BulkSocket:
     def is_between_frames(self) -> bool:
         """Return whether no frame was sent or received in part."""
         return not (self._is_cut or self._arrived or self._buffer is not None)
-
-    @property
-    def endpoint(self) -> tuple[str, int]:
-        """Return IP address and port of the other end."""
-        host, port, *_ = self._socket.getpeername()
-        return host, port
 
     def next_stream(self) -> None:
         """Begin the next stream: both ends have sent and received the last frame of the one before."""
@@ -126,25 +121,21 @@ class BulkSocket:
         """Send a frame; return when the system has taken all of it. Raises BulkLost. A cancelled call may
         leave a part of a frame behind, after which the connection must be closed.
         """
-        self._stopped = ""
-        buffer = _buffers.take(frame_bytes(len(body)))
-        try:
-            left = self._outgoing.seal(kind, body, buffer)
-            self._is_cut = True
-            while left := left[self._send_some(left) :]:
-                self._writable = self._loop.create_future()
-                self._loop.add_writer(self._socket, _wake, self._writable)
-                try:
-                    await self._writable
-                finally:
-                    self._writable = None
-                    if not self.lost:
-                        self._loop.remove_writer(self._socket)
-            self._is_cut = False
-        except FrameError as error:
-            raise self._lose(str(error)) from None
-        finally:
-            _buffers.give(buffer)
+        async with self._sending:
+            if self._is_cut:
+                raise self._lose("a frame was sent in part")
+            self._stopped = ""
+            buffer = _buffers.take(frame_bytes(len(body)))
+            try:
+                left = self._outgoing.seal(kind, body, buffer)
+                self._is_cut = True
+                while left := left[self._send_some(left) :]:
+                    await self._wait_writable()
+                self._is_cut = False
+            except FrameError as error:
+                raise self._lose(str(error)) from None
+            finally:
+                _buffers.give(buffer)
 
     def send_at_once(self, kind: FrameKind, body: bytes) -> bool:
         """Send a small frame, and return whether the system took all of it."""
@@ -208,6 +199,16 @@ class BulkSocket:
         """Close the connection now. Idempotent."""
         self.on_lost = None
         self._lose("it was closed here")
+
+    async def _wait_writable(self) -> None:
+        self._writable = self._loop.create_future()
+        self._loop.add_writer(self._socket, _wake, self._writable)
+        try:
+            await self._writable
+        finally:
+            self._writable = None
+            if not self.lost:
+                self._loop.remove_writer(self._socket)
 
     def _send_some(self, left: memoryview) -> int:
         if self.lost or self._stopped:

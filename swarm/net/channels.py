@@ -33,7 +33,7 @@ from swarm.net.calls import (
 from swarm.net.certificate import client_certificate
 from swarm.net.dial import Connection, Routes, dial
 from swarm.net.membership import ADMIT, RunMembership
-from swarm.net.outgoing import CallerStream, MapErrors, closed_locally, status_error
+from swarm.net.outgoing import CallerStream, call_separately, closed_locally, status_error
 from swarm.net.rpc import BULK_OPTIONS, Method, ReplyT, RequestT, Stream, StreamMethod
 from swarm.net.throttle import Bandwidth, Throttle
 from swarm.runtime.supervise import Supervisor
@@ -42,8 +42,6 @@ from swarm.wire.peer_pb2 import BulkRequest
 _STREAMS_END_S_MAX = 0.2
 # The call of `reaches`. Without a request it is refused, after its caller was identified.
 _KNOCK = "/swarm.Node/Hello"
-
-
 # 150 kB each; a new one replaces the one unused for the longest time. Too small: peers are dialed repeatedly.
 CONNECTIONS_MAX = 512
 IDLE_S = 120.0  # an unused connection is closed after this time: the peers of a round meet again within it
@@ -112,7 +110,11 @@ class Channels:
         self._pooled: dict[int, _PooledConnection] = {}  # connections by their id()
         self._last_working: dict[PeerId, Address] = {}  # the address that worked last
         self._bulk = BulkConnections(
-            identity.peer_id, self._throttle, limits.idle_s, self._routes.dialed.append
+            identity.peer_id,
+            self._throttle,
+            self._routes.dialed.append,
+            connections_max=limits.connections_max,
+            idle_s=limits.idle_s,
         )
         self._closed = False
         self._streams = Supervisor()
@@ -147,7 +149,7 @@ class Channels:
                     contact.peer_id, pooled, method.name, raw, remaining_s, timeout_s
                 )
             else:
-                reply_raw = await _call_separately(
+                reply_raw = await call_separately(
                     contact.peer_id, pooled.connection, method.name, raw, remaining_s, timeout_s
                 )
         except NetworkError as error:
@@ -181,9 +183,8 @@ class Channels:
         `timeout_s` limits the whole stream, connecting included (None: no limit). A `connection` above 0 uses
         a TCP connection of its own: a bulk connection, or that gRPC connection.
         """
-        loop = asyncio.get_running_loop()
+        loop, peer_id = asyncio.get_running_loop(), contact.peer_id
         deadline_s = None if timeout_s is None else loop.time() + timeout_s
-        peer_id = contact.peer_id
         if connection > 0 and self._bulk.is_possible(peer_id):
             async with self._calling(contact, 0, timeout_s, method.name) as control:
                 ask = functools.partial(
@@ -280,7 +281,7 @@ class Channels:
         )
 
     def connection_to(self, peer_id: PeerId, number: int = 0) -> Connection | None:
-        """Return the connection to a peer of this number, for diagnosis; None when there is none."""
+        """Return the gRPC connection to a peer of this number, for diagnosis; None when there is none."""
         link = self._links.get((peer_id, number))
         return link.connection if link is not None else None
 
@@ -314,7 +315,7 @@ class Channels:
             raise closed_locally(peer_id, name) from None
         except SharedCallsUnavailable:
             pooled.takes_shared_calls = False
-            return await _call_separately(peer_id, pooled.connection, name, raw, remaining_s, timeout_s)
+            return await call_separately(peer_id, pooled.connection, name, raw, remaining_s, timeout_s)
         if code is not grpc.StatusCode.OK:
             raise status_error(peer_id, pooled.connection, name, code, details, timeout_s)
         return reply
@@ -472,14 +473,6 @@ class Channels:
         await connection.channel.close()
 
 
-async def _call_separately(
-    peer_id: PeerId, connection: Connection, name: str, raw: bytes, remaining_s: float, timeout_s: float
-) -> bytes:
-    with MapErrors(peer_id, connection, name, timeout_s):
-        reply: bytes = await connection.channel.unary_unary(name)(raw, timeout=remaining_s)
-        return reply
-
-
 async def _admit(
     membership: RunMembership, peer_id: PeerId, connection: Connection, timeout_s: float
 ) -> None:
@@ -489,7 +482,7 @@ async def _admit(
     timeout_s = max(timeout_s, 0.001)
     try:
         raw = membership.request().SerializeToString()
-        reply_raw = await _call_separately(peer_id, connection, ADMIT.name, raw, timeout_s, timeout_s)
+        reply_raw = await call_separately(peer_id, connection, ADMIT.name, raw, timeout_s, timeout_s)
         try:
             reply = ADMIT.reply.FromString(reply_raw[: ADMIT.reply_bytes_max])
         except DecodeError:

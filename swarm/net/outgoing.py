@@ -137,6 +137,15 @@ class MapErrors:
                 raise closed_locally(self._peer_id, self._name) from None
 
 
+async def call_separately(
+    peer_id: PeerId, connection: Connection, name: str, raw: bytes, remaining_s: float, timeout_s: float
+) -> bytes:
+    """Make a gRPC call of its own. Raises as `Channels.call` does."""
+    with MapErrors(peer_id, connection, name, timeout_s):
+        reply: bytes = await connection.channel.unary_unary(name)(raw, timeout=remaining_s)
+        return reply
+
+
 def closed_locally(peer_id: PeerId, name: str) -> NetworkError:
     return NetworkError(f"the connection to peer {peer_id} was closed here while {name} was in progress")
 

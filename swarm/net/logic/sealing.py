@@ -26,7 +26,7 @@ _HEADER = struct.Struct("<II")
 HEADER_BYTES = _HEADER.size
 FRAME_BYTES_MAX = HEADER_BYTES + BODY_BYTES_MAX + TAG_BYTES
 _KEY_BYTES, _IV_BYTES = 16, 12
-_FRAMES_MAX = 1 << 32  # with one key
+FRAMES_MAX = 1 << 32  # with one key
 _CONTEXT = b"swarm bulk 1\0"
 
 
@@ -57,7 +57,7 @@ class FrameKey:
         self._count = 0
 
     def _nonce(self) -> bytes:
-        if self._count >= _FRAMES_MAX:
+        if self._count >= FRAMES_MAX:
             raise FrameError("too many frames for one stream")
         nonce = (self._iv ^ self._count).to_bytes(_IV_BYTES)
         self._count += 1
