@@ -31,6 +31,8 @@ _KEEPALIVE = (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("
 # for a node with a cap of what it receives: unread bytes wait at the sender (`swarm.net.throttle`)
 _SMALL_BUFFER_BYTES = 64 << 10
 _BUFFER_BYTES_MIN = 64 << 10
+# time after a message at which the end of the connection is looked for, if no other receiver waits for it
+_WATCH_S = 0.02
 _BUFFERS_MAX = 8  # unused buffers that are kept, of at most 4.1 MiB each
 
 
@@ -101,7 +103,8 @@ class BulkSocket:
         self._arrived = self._expected = 0  # bytes of it
         self._readable: asyncio.Future[None] | None = None
         self._writable: asyncio.Future[None] | None = None
-        self._is_watched = False
+        self._is_watched = self._was_readable = False
+        self._watch_timer: asyncio.TimerHandle | None = None
         self._sending = asyncio.Lock()
         self._is_cut = False  # a frame was sent in part
         self._stopped = ""  # why `send` must not wait any longer
@@ -166,7 +169,10 @@ class BulkSocket:
                 await self._readable
             finally:
                 self._readable = None
-        self.watch()
+        self._was_readable = False
+        if not self._is_watched and self._watch_timer is None:
+            # not at once: while messages are pending, watching costs more than receiving
+            self._watch_timer = self._loop.call_later(_WATCH_S, self._watch_again)
         return frame
 
     def receive_now(self) -> tuple[FrameKind, bytes] | None:
@@ -194,6 +200,10 @@ class BulkSocket:
         if not self._is_watched and not self.lost:
             self._loop.add_reader(self._socket, self._on_readable)
             self._is_watched = True
+
+    def _watch_again(self) -> None:
+        self._watch_timer = None
+        self.watch()
 
     def close(self) -> None:
         """Close the connection now. Idempotent."""
@@ -239,6 +249,9 @@ class BulkSocket:
         if self._readable is not None:
             _wake(self._readable)
             return
+        if not self._was_readable:  # the receiver may be about to return
+            self._was_readable = True
+            return
         try:
             ended = not self._socket.recv(1, socket.MSG_PEEK)
         except (BlockingIOError, InterruptedError):
@@ -261,6 +274,8 @@ class BulkSocket:
         self.lost = reason
         if self._is_watched:
             self._loop.remove_reader(self._socket)
+        if self._watch_timer is not None:
+            self._watch_timer.cancel()
         if self._writable is not None:
             self._loop.remove_writer(self._socket)
         self._socket.close()
