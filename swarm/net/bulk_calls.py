@@ -132,7 +132,7 @@ class BulkCall:
         """End the stream now. The connection is lost with it, unless the callee has ended the stream."""
         self._end(grpc.StatusCode.CANCELLED, "it was cancelled here")
         if not self._has_ended:
-            self.connection.close()
+            self.connection.close(reset=True)
 
     def settle(self, then: Callable[[], None]) -> None:
         """End the stream, and call `then`. The last frame of a callee that has got everything may still be on
@@ -202,7 +202,7 @@ class BulkCall:
 
     def _expire(self) -> None:
         self._end(grpc.StatusCode.DEADLINE_EXCEEDED, "")
-        self.connection.close()
+        self.connection.close(reset=True)
 
 
 class BulkConnections:

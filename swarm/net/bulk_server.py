@@ -48,6 +48,7 @@ _METHOD_BYTES_MAX = 200
 _PORTS_APART = 2  # the next port after gRPC's is that of libp2p
 _ACCEPTS_MAX = 16  # per turn of the event loop
 _QUEUE = 128  # connections that wait to be accepted
+_LAST_TURNS = 4  # of the event loop, in which streams that are ended at close send their last frames
 _CLOSING: Outcome = (grpc.StatusCode.CANCELLED, "the peer is closing", b"")
 Serve = Callable[[RemoteCaller, str, str, "BulkContext"], Coroutine[Any, Any, Outcome]]
 
@@ -156,6 +157,8 @@ class BulkServer:
             await asyncio.wait(self._handling, timeout=grace_s)
         for handling in self._handling:
             handling.cancel()
+        for _ in range(_LAST_TURNS):
+            await asyncio.sleep(0)
         await self._tasks.close()
 
     def _expire(self, token: bytes) -> None:

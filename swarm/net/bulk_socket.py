@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import struct
 from collections.abc import Callable
 
 from swarm.core.ids import PeerId
@@ -33,6 +34,8 @@ _SMALL_BUFFER_BYTES = 64 << 10
 _BUFFER_BYTES_MIN = 64 << 10
 # time after a message at which the end of the connection is looked for, if no other receiver waits for it
 _WATCH_S = 0.02
+_LOOK_S = 0.1  # the same while received bytes wait for a receiver
+_CLOSED, _CLOSE_WAIT = 7, 8  # states of a TCP connection whose other end sends no more
 _BUFFERS_MAX = 8  # unused buffers that are kept, of at most 4.1 MiB each
 
 
@@ -170,9 +173,9 @@ class BulkSocket:
             finally:
                 self._readable = None
         self._was_readable = False
-        if not self._is_watched and self._watch_timer is None:
+        if not self._is_watched:
             # not at once: while messages are pending, watching costs more than receiving
-            self._watch_timer = self._loop.call_later(_WATCH_S, self._watch_again)
+            self._watch_later(_WATCH_S)
         return frame
 
     def receive_now(self) -> tuple[FrameKind, bytes] | None:
@@ -201,13 +204,21 @@ class BulkSocket:
             self._loop.add_reader(self._socket, self._on_readable)
             self._is_watched = True
 
-    def _watch_again(self) -> None:
-        self._watch_timer = None
-        self.watch()
+    def _watch_later(self, wait_s: float) -> None:
+        def now() -> None:
+            self._watch_timer = None
+            self.watch()
 
-    def close(self) -> None:
-        """Close the connection now. Idempotent."""
+        if self._watch_timer is None and not self.lost:
+            self._watch_timer = self._loop.call_later(wait_s, now)
+
+    def close(self, *, reset: bool = False) -> None:
+        """Close the connection. Idempotent. `reset`: what was sent and did not arrive is dropped, so that a
+        peer that reads nothing learns it, too.
+        """
         self.on_lost = None
+        if reset and not self.lost:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._lose("it was closed here")
 
     async def _wait_writable(self) -> None:
@@ -262,8 +273,12 @@ class BulkSocket:
         if ended:
             self._lose("the other end closed the connection")
             return
+        if not self._is_caller and _has_hung_up(self._socket):
+            self._lose("the other end closed the connection")  # it takes no answer to what is not read yet
+            return
         self._loop.remove_reader(self._socket)  # the bytes wait for their receiver
         self._is_watched = False
+        self._watch_later(_LOOK_S)
         if self.on_data is not None:
             self.on_data()
 
@@ -288,6 +303,15 @@ class BulkSocket:
         if self.on_lost is not None:
             self.on_lost()
         return BulkLost(reason)
+
+
+def _has_hung_up(connected: socket.socket) -> bool:
+    """Return whether the other end has closed the connection, although there are bytes to be read. Only Linux
+    tells; elsewhere this is noticed when they are read.
+    """
+    if not hasattr(socket, "TCP_INFO"):
+        return False
+    return connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] in (_CLOSED, _CLOSE_WAIT)
 
 
 def _wake(waiting: asyncio.Future[None]) -> None:

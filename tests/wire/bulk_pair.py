@@ -15,7 +15,7 @@ from swarm.core.ids import Address, Contact, PeerId
 from swarm.net.bulk_calls import BULK, MAGIC, TOKEN_BYTES
 from swarm.net.bulk_server import BulkServer
 from swarm.net.bulk_socket import BulkSocket
-from swarm.net.channels import Channels
+from swarm.net.channels import IDLE_S, Channels, ConnectionLimits
 from swarm.net.logic.sealing import HEADER_BYTES, BulkSecret, FrameKind, sealed_bytes
 from swarm.net.rpc import Handlers, Stream, StreamMethod
 from swarm.net.server import CallLimits, Server
@@ -135,13 +135,14 @@ async def bulk_pair(
     *,
     limits: CallLimits | None = None,
     bandwidth: Bandwidth | None = None,
+    idle_s: float = IDLE_S,
 ) -> AsyncIterator[BulkPair]:
-    """`bandwidth`: of the caller."""
+    """`bandwidth` and `idle_s` are those of the caller."""
     identity, caller, handlers = Identity.generate(), Identity.generate(), Handlers()
     throttles = Throttle(bandwidth or Bandwidth()), Throttle(Bandwidth())
     server = Server(limits=limits, throttle=throttles[1])
     port = await server.start(identity, handlers, "127.0.0.1", 0)
-    channels = Channels(caller, throttle=throttles[0])
+    channels = Channels(caller, throttle=throttles[0], limits=ConnectionLimits(idle_s=idle_s))
     contact = Contact(identity.peer_id, (Address("127.0.0.1", port),))
     pair = BulkPair(channels, caller, server, handlers, contact, throttles)
     handlers.stream(TALK, pair.echo)
