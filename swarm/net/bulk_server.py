@@ -43,7 +43,7 @@ UNPROVEN_MAX = 64  # connections that have not sent a valid token yet
 PROOF_S_MAX = 5.0  # for the token and the first frame
 IDLE_S_MAX = 300.0  # between two streams; longer than callers keep an unused connection
 _DRAIN_S_MAX = 5.0  # for the last frame of a caller whose stream has ended
-_DRAIN_BYTES_MAX = 16 << 20  # that it sends before it has noticed that
+DRAIN_BYTES_MAX = 16 << 20  # that it sends before it has noticed that
 _METHOD_BYTES_MAX = 200
 _PORTS_APART = 2  # the next port after gRPC's is that of libp2p
 _ACCEPTS_MAX = 16  # per turn of the event loop
@@ -281,7 +281,7 @@ async def _drain(connection: BulkSocket) -> bool:
     """
     size_bytes = 0
     async with asyncio.timeout(_DRAIN_S_MAX):
-        while size_bytes <= _DRAIN_BYTES_MAX:
+        while size_bytes <= DRAIN_BYTES_MAX:
             kind, body = await connection.receive()
             if kind is not FrameKind.DATA:
                 return kind is FrameKind.END

@@ -32,7 +32,7 @@ class Context(Protocol):
         ...
 
 
-class Ended(Exception):
+class StreamCancelled(Exception):
     """A handler cancelled its own stream."""
 
 
@@ -103,7 +103,7 @@ async def serve_stream(
     throttle: Throttle,
     reads: RequestReads,
 ) -> bytes:
-    """Serve a stream. Raises what its handler raises, and Ended if the handler cancelled the stream."""
+    """Serve a stream. Raises what its handler raises, and StreamCancelled if the handler cancelled it."""
     stream = _HandlerStream(handler.method, peer_id, context, reads)
     # grpcio sends metadata with the first message or with a refusal. If both are in progress at once it
     # fails, and the caller waits until its deadline.
@@ -113,5 +113,5 @@ async def serve_stream(
         return b""
     except asyncio.CancelledError:
         if stream.ended:
-            raise Ended from None
+            raise StreamCancelled from None
         raise  # the caller has left, or the server stops

@@ -24,7 +24,7 @@ from swarm.net.callers import OpenCalls, RemoteCaller, set_caller_host
 from swarm.net.calls import ANSWER_S_MAX, CALLS_NAME, SHARED_REPLY_BYTES_MAX, Outcome, ServedCalls
 from swarm.net.certificate import CallerCheck, courtesy_ca, server_certificate
 from swarm.net.connections import CONNECTIONS_MAX, Connections
-from swarm.net.incoming import Context, Ended, serve_stream
+from swarm.net.incoming import Context, StreamCancelled, serve_stream
 from swarm.net.listening import why_no_listening
 from swarm.net.membership import RunMembership
 from swarm.net.room import AnswerRoom, PeerRoom, RequestReads
@@ -254,7 +254,7 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
                 encoded = _encoded(handler, reply)
                 self._server.throttle.count(len(encoded), len(raw))
                 return grpc.StatusCode.OK, "", encoded
-            except (SwarmError, Ended) as error:
+            except (SwarmError, StreamCancelled) as error:
                 return _failure(name, peer_id, error)
             except Exception:  # the boundary, as in `_outcome`
                 _logger.exception("%s, called by %s, failed", name, peer_id)
@@ -357,20 +357,20 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
         """Return the outcome of a handler for its caller."""
         try:
             return grpc.StatusCode.OK, "", await work
-        except (SwarmError, Ended) as error:
+        except (SwarmError, StreamCancelled) as error:
             return _failure(name, peer_id, error)
         except Exception:  # the boundary: any exception of a handler ends its call only
             _logger.exception("%s, called by %s, failed", name, peer_id)
             return _INTERNAL
 
 
-def _failure(name: str, peer_id: PeerId, error: SwarmError | Ended) -> Outcome:
+def _failure(name: str, peer_id: PeerId, error: SwarmError | StreamCancelled) -> Outcome:
     """Return the outcome that the caller gets for an exception of its handler."""
     if isinstance(error, NotInvited):
         return _NOT_INVITED, _shortened(str(error)), b""
     if isinstance(error, (PeerError, UsageError)):
         return grpc.StatusCode.FAILED_PRECONDITION, _shortened(str(error) or type(error).__name__), b""
-    if isinstance(error, Ended):
+    if isinstance(error, StreamCancelled):
         return grpc.StatusCode.CANCELLED, "the stream was ended by its handler", b""
     # A failure of the network: of this stream, or of a call that the handler made.
     _logger.debug("%s from %s: %s", name, peer_id.short, error)

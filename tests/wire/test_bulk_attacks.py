@@ -203,7 +203,7 @@ def test_unknown_late_and_used_tokens_are_refused(monkeypatch: pytest.MonkeyPatc
 
 
 def test_token_without_its_secret_is_worth_nothing() -> None:
-    """It travels in the clear. Whoever repeats it first ends the attempt, and cannot do more."""
+    """The token travels in the clear. A thief that sends it first ends the attempt, and cannot do more."""
 
     async def scenario() -> None:
         async with bulk_pair() as pair:
@@ -338,7 +338,7 @@ def test_announced_message_that_does_not_arrive_is_given_up(monkeypatch: pytest.
 
 
 def test_caller_that_never_ends_its_stream_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bulk_server, "_DRAIN_BYTES_MAX", 1 << 20)
+    monkeypatch.setattr(bulk_server, "DRAIN_BYTES_MAX", 1 << 20)
 
     async def scenario() -> None:
         async with bulk_pair() as pair:

@@ -31,7 +31,7 @@ _CONTEXT = b"swarm bulk 1\0"
 
 
 class FrameKind(IntEnum):
-    """What a frame means."""
+    """The meaning of a frame."""
 
     PROOF = 1  # stream 0: the sender has the secret
     OPEN = 2  # from the caller: begins a stream; the body is the name of the method
