@@ -310,7 +310,7 @@ class EpochProgress:
                 entry.expires_s = max(entry.expires_s, now_s + REPORT_TTL_S)
 
     def on_goodbye(self, peer: PeerId) -> None:
-        """Remove a peer that leaves, until it reports again: its record may still be read after its goodbye."""
+        """Remove a peer that leaves, until it reports again: its record may be read after its goodbye."""
         if peer in self._others:
             self._others[peer].has_left = True
 
