@@ -32,7 +32,6 @@ _logger = logging.getLogger(__name__)
 
 IS_SUPPORTED = sys.platform != "win32"  # event loops there do not watch sockets
 MAGIC = b"swarmbk1"  # the first bytes of a connection, before the token
-TOKEN_BYTES = 16
 # Time for connecting: at least this, and twice the time that the gRPC connection took, which needs more round
 # trips. The first stream to a peer whose port is blocked waits for it.
 CONNECT_S_MIN = 0.25
@@ -138,11 +137,11 @@ class BulkCall:
         """End the stream, and call `then`. The last frame of a callee that has got everything may still be on
         its way; it is waited for, because the connection can be used again after it.
         """
-        self._then = then
         if self._status is not None or self._ahead is not None or not self._has_sent_all:
             self.cancel()
             then()
             return
+        self._then = then
         if self._timer is not None:
             self._timer.cancel()
         self._timer = asyncio.get_running_loop().call_later(_SETTLE_S, self.cancel)
@@ -254,7 +253,7 @@ class BulkConnections:
             call = await self._call_on(connection, method, deadline_s)
             if call is not None:
                 return call
-        made = await self._connect(peer_id, control, ask)
+        made = await self._connect(peer_id, control, ask, deadline_s)
         return None if made is None else await self._call_on(made, method, deadline_s)
 
     def end(self, call: BulkCall) -> None:
@@ -317,10 +316,12 @@ class BulkConnections:
         peer_id: PeerId,
         control: Connection,
         ask: Callable[[], Awaitable[peer_pb2.BulkReply]],
+        deadline_s: float | None,
     ) -> BulkSocket | None:
         """Return a new connection whose other end has proven that it is the peer; None if there is none."""
         if control.address is None or not self._has_room():
             return None  # the address is None for a tunnel through a relay
+        loop = asyncio.get_running_loop()
         try:
             reply = await ask()
         except NetworkError:
@@ -335,14 +336,15 @@ class BulkConnections:
             if reply.grpc_port != control.address.port or not _is_valid(reply):
                 raise BulkLost("its gRPC port is forwarded, or its answer is malformed")
             endpoint = next(iter(control.endpoints))[0], reply.port
-            async with asyncio.timeout(min(max(CONNECT_S_MIN, 2 * control.seconds), CONNECT_S_MAX)):
-                return await self._dial(endpoint, reply.token, BulkSecret(reply.secret, self._own, peer_id))
+            until_s = loop.time() + min(max(CONNECT_S_MIN, 2 * control.seconds), CONNECT_S_MAX)
+            async with asyncio.timeout_at(until_s if deadline_s is None else min(until_s, deadline_s)):
+                return await self._dial(endpoint, BulkSecret(reply.secret, self._own, peer_id))
         except (OSError, BulkLost) as error:  # a timeout is an OSError
             _logger.debug("no bulk connection to peer %s: %s", peer_id, error)
             self._not_before(peer_id, RETRY_S)
             return None
 
-    async def _dial(self, endpoint: Endpoint, token: bytes, secret: BulkSecret) -> BulkSocket:
+    async def _dial(self, endpoint: Endpoint, secret: BulkSecret) -> BulkSocket:
         loop = asyncio.get_running_loop()
         self._on_dialed(endpoint)
         family = socket.AF_INET6 if ":" in endpoint[0] else socket.AF_INET
@@ -351,7 +353,7 @@ class BulkConnections:
         try:
             configure(connected, small_buffer=self._throttle.bandwidth.down_bytes_per_s is not None)
             await loop.sock_connect(connected, endpoint)
-            await loop.sock_sendall(connected, MAGIC + token)
+            await loop.sock_sendall(connected, MAGIC + secret.token)
             connection = BulkSocket(connected, secret, is_caller=True)
             await connection.send(FrameKind.PROOF, b"")
             if await connection.receive() != (FrameKind.PROOF, b""):
@@ -386,4 +388,4 @@ class BulkConnections:
 
 
 def _is_valid(reply: peer_pb2.BulkReply) -> bool:
-    return reply.port <= 65535 and len(reply.token) == TOKEN_BYTES and len(reply.secret) == SECRET_BYTES
+    return reply.port <= 65535 and len(reply.secret) == SECRET_BYTES

@@ -23,11 +23,11 @@ from grpc import aio
 
 from swarm.core.ids import PeerId
 from swarm.core.standing import PeerStanding
-from swarm.net.bulk_calls import BULK, IS_SUPPORTED, MAGIC, TOKEN_BYTES, encode_status
+from swarm.net.bulk_calls import BULK, IS_SUPPORTED, MAGIC, encode_status
 from swarm.net.bulk_socket import BulkLost, BulkSocket, configure
 from swarm.net.callers import OpenCalls, RemoteCaller, caller_host
 from swarm.net.calls import ANSWER_S_MAX, Outcome
-from swarm.net.logic.sealing import SECRET_BYTES, BulkSecret, FrameKind
+from swarm.net.logic.sealing import SECRET_BYTES, TOKEN_BYTES, BulkSecret, FrameKind
 from swarm.net.rpc import Handlers
 from swarm.net.scope import prefix_of
 from swarm.net.throttle import Throttle
@@ -92,7 +92,7 @@ class _Ticket:
     """The right to make one connection."""
 
     caller: RemoteCaller
-    secret: bytes
+    secret: BulkSecret
     expiry: asyncio.TimerHandle
 
 
@@ -138,11 +138,11 @@ class BulkServer:
         remote = RemoteCaller(caller, prefix_of(caller_host()))
         if self._listening is None or self.connections.enter(remote) is not None:
             return peer_pb2.BulkReply()
-        token, secret = secrets.token_bytes(TOKEN_BYTES), secrets.token_bytes(SECRET_BYTES)
-        loop = asyncio.get_running_loop()
-        expiry = loop.call_later(TOKEN_S, self._expire, token)
+        secret = BulkSecret(secrets.token_bytes(SECRET_BYTES), caller, self._own)
+        token = secret.token
+        expiry = asyncio.get_running_loop().call_later(TOKEN_S, self._expire, token)
         self._tickets[token] = _Ticket(remote, secret, expiry)
-        return peer_pb2.BulkReply(port=self.port, grpc_port=self._grpc_port, token=token, secret=secret)
+        return peer_pb2.BulkReply(port=self.port, grpc_port=self._grpc_port, secret=secret.secret)
 
     async def stop(self, grace_s: float) -> None:
         """Take no more connections; streams in progress have `grace_s` to end. Idempotent."""
@@ -221,9 +221,7 @@ class BulkServer:
         if ticket is None:
             return
         caller = ticket.caller
-        connection = BulkSocket(
-            connected, BulkSecret(ticket.secret, caller.peer_id, self._own), is_caller=False
-        )
+        connection = BulkSocket(connected, ticket.secret, is_caller=False)
         try:
             async with asyncio.timeout(PROOF_S_MAX):
                 if await connection.receive() != (FrameKind.PROOF, b""):

@@ -28,7 +28,9 @@ from swarm.net.logic.sealing import (
 _logger = logging.getLogger(__name__)
 
 # A peer that vanished without closing its connections is noticed after about 35 s, as on gRPC connections.
-_KEEPALIVE = (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 35_000))
+# While bytes are under way this takes 300 s, because a receiver that reads nothing for so long counts, too.
+_KEEPALIVE = (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 300_000))
+_AT_ONCE_MAX = 8  # frames that are sent or received without a turn for other tasks
 # for a node with a cap of what it receives: unread bytes wait at the sender (`swarm.net.throttle`)
 _SMALL_BUFFER_BYTES = 64 << 10
 _BUFFER_BYTES_MIN = 64 << 10
@@ -110,6 +112,7 @@ class BulkSocket:
         self._watch_timer: asyncio.TimerHandle | None = None
         self._sending = asyncio.Lock()
         self._is_cut = False  # a frame was sent in part
+        self._at_once = 0  # frames since other tasks had a turn
         self._stopped = ""  # why `send` must not wait any longer
 
     @property
@@ -127,6 +130,7 @@ class BulkSocket:
         """Send a frame; return when the system has taken all of it. Raises BulkLost. A cancelled call may
         leave a part of a frame behind, after which the connection must be closed.
         """
+        await self._let_others_run()
         async with self._sending:
             if self._is_cut:
                 raise self._lose("a frame was sent in part")
@@ -165,7 +169,9 @@ class BulkSocket:
         """Return the next frame. Raises BulkLost when the connection ended, or carries anything but the frame
         that the other end sealed next.
         """
+        await self._let_others_run()
         while (frame := self.receive_now()) is None:
+            self._at_once = 0
             self._readable = self._loop.create_future()
             self.watch()
             try:
@@ -221,7 +227,15 @@ class BulkSocket:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._lose("it was closed here")
 
+    async def _let_others_run(self) -> None:
+        """Give other tasks a turn now and then: a peer that is fast enough would keep this one running."""
+        self._at_once += 1
+        if self._at_once > _AT_ONCE_MAX:
+            self._at_once = 0
+            await asyncio.sleep(0)
+
     async def _wait_writable(self) -> None:
+        self._at_once = 0
         self._writable = self._loop.create_future()
         self._loop.add_writer(self._socket, _wake, self._writable)
         try:

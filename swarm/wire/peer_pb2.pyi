@@ -61,13 +61,11 @@ class BulkRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class BulkReply(_message.Message):
-    __slots__ = ("port", "grpc_port", "token", "secret")
+    __slots__ = ("port", "grpc_port", "secret")
     PORT_FIELD_NUMBER: _ClassVar[int]
     GRPC_PORT_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_FIELD_NUMBER: _ClassVar[int]
     SECRET_FIELD_NUMBER: _ClassVar[int]
     port: int
     grpc_port: int
-    token: bytes
     secret: bytes
-    def __init__(self, port: _Optional[int] = ..., grpc_port: _Optional[int] = ..., token: _Optional[bytes] = ..., secret: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, port: _Optional[int] = ..., grpc_port: _Optional[int] = ..., secret: _Optional[bytes] = ...) -> None: ...

@@ -13,13 +13,14 @@ from grpc import aio
 
 from swarm.core.errors import PeerError
 from swarm.core.standing import PeerStanding
-from swarm.net.bulk_calls import MAGIC, TOKEN_BYTES, decode_status, encode_status
+from swarm.net.bulk_calls import MAGIC, decode_status, encode_status
 from swarm.net.bulk_server import BulkContext, BulkServer
 from swarm.net.bulk_socket import BulkSocket
 from swarm.net.callers import RemoteCaller
 from swarm.net.calls import Outcome
 from swarm.net.logic.sealing import (
     HEADER_BYTES,
+    TOKEN_BYTES,
     BulkSecret,
     FrameError,
     FrameKey,
@@ -102,7 +103,7 @@ async def _attack(maker: Maker) -> None:
         reply = server.give(_CALLER, BulkRequest())
         secret = BulkSecret(reply.secret, _CALLER, _CALLEE)
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        writer.write(_made(maker, reply.token, secret))
+        writer.write(_made(maker, secret))
         writer.write_eof()
         while await reader.read(1 << 16):
             pass
@@ -115,7 +116,7 @@ async def _attack(maker: Maker) -> None:
         await server.stop(0)
 
 
-def _made(maker: Maker, token: bytes, secret: BulkSecret) -> bytes:
+def _made(maker: Maker, secret: BulkSecret) -> bytes:
     """Return the bytes of a connection: mutated ones, or frames in any order that the keys allow."""
     opening = secret.key(0, from_caller=True)
     frames = [_sealed(opening, FrameKind.PROOF, b"")]
@@ -129,12 +130,12 @@ def _made(maker: Maker, token: bytes, secret: BulkSecret) -> bytes:
             frames.append(_sealed(key, kind, maker.raw([_METHOD, bytes(1000)])))
         frames.append(_sealed(key, FrameKind.DATA, b""))
         frames.append(_sealed(key, FrameKind.END, b""))
-    whole = MAGIC + token + b"".join(frames)
+    whole = MAGIC + secret.token + b"".join(frames)
     match maker.rng.randrange(4):
         case 0:
             return maker.raw([MAGIC + bytes(TOKEN_BYTES), b"GET / HTTP/1.1\r\n\r\n"])
         case 1:
-            return MAGIC + token + maker.raw([b"".join(frames)])
+            return MAGIC + secret.token + maker.raw([b"".join(frames)])
         case 2:
             return whole[: maker.rng.randrange(len(whole) + 1)]
         case _:
@@ -144,11 +145,12 @@ def _made(maker: Maker, token: bytes, secret: BulkSecret) -> bytes:
 async def _be_served(server: BulkServer) -> None:
     """Call as an honest peer does."""
     reply = server.give(PEERS[2], BulkRequest())
+    secret = BulkSecret(reply.secret, PEERS[2], _CALLEE)
     loop, own = asyncio.get_running_loop(), socket.socket()
     own.setblocking(False)
     await loop.sock_connect(own, ("127.0.0.1", server.port))
-    await loop.sock_sendall(own, MAGIC + reply.token)
-    connection = BulkSocket(own, BulkSecret(reply.secret, PEERS[2], _CALLEE), is_caller=True)
+    await loop.sock_sendall(own, MAGIC + secret.token)
+    connection = BulkSocket(own, secret, is_caller=True)
     await connection.send(FrameKind.PROOF, b"")
     assert await connection.receive() == (FrameKind.PROOF, b"")
     connection.next_stream()

@@ -12,6 +12,7 @@ from swarm.net.logic.sealing import (
     BODY_BYTES_MAX,
     HEADER_BYTES,
     TAG_BYTES,
+    TOKEN_BYTES,
     BulkSecret,
     FrameError,
     FrameKey,
@@ -123,3 +124,10 @@ def test_key_ends_before_its_nonces_repeat(monkeypatch: pytest.MonkeyPatch) -> N
     seal(key, b"two")
     with pytest.raises(FrameError, match="too many"):
         seal(key, b"one more")
+
+
+def test_token_tells_nothing_and_cannot_be_chosen() -> None:
+    assert len(SECRET.token) == TOKEN_BYTES
+    assert SECRET.token == BulkSecret(SECRET.secret, CALLER, CALLEE).token
+    assert SECRET.token not in SECRET.secret
+    assert BulkSecret(bytes(32), CALLER, CALLEE).token != SECRET.token

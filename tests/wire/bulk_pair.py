@@ -12,11 +12,11 @@ from typing import Literal
 from swarm.core.errors import SwarmError
 from swarm.core.identity import Identity
 from swarm.core.ids import Address, Contact, PeerId
-from swarm.net.bulk_calls import BULK, MAGIC, TOKEN_BYTES
+from swarm.net.bulk_calls import BULK, MAGIC
 from swarm.net.bulk_server import BulkServer
 from swarm.net.bulk_socket import BulkSocket
 from swarm.net.channels import IDLE_S, Channels, ConnectionLimits
-from swarm.net.logic.sealing import HEADER_BYTES, BulkSecret, FrameKind, sealed_bytes
+from swarm.net.logic.sealing import HEADER_BYTES, TOKEN_BYTES, BulkSecret, FrameKind, sealed_bytes
 from swarm.net.rpc import Handlers, Stream, StreamMethod
 from swarm.net.server import CallLimits, Server
 from swarm.net.throttle import Bandwidth, Throttle
@@ -93,7 +93,8 @@ class BulkPair:
     async def connected(self, reply: peer_pb2.BulkReply, source: str = "127.0.0.1") -> socket.socket:
         """Return a connection to the bulk port, on which the token was sent, as an attacker makes it."""
         one = await self.bare(source)
-        await asyncio.get_running_loop().sock_sendall(one, MAGIC + reply.token)
+        token = BulkSecret(reply.secret, self.caller.peer_id, self.contact.peer_id).token
+        await asyncio.get_running_loop().sock_sendall(one, MAGIC + token)
         return one
 
     async def bare(self, source: str = "127.0.0.1") -> socket.socket:

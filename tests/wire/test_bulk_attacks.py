@@ -14,7 +14,7 @@ import pytest
 from swarm.core.errors import NetworkError
 from swarm.core.identity import Identity
 from swarm.net import bulk_calls, bulk_server, room
-from swarm.net.bulk_calls import MAGIC, TOKEN_BYTES
+from swarm.net.bulk_calls import MAGIC
 from swarm.net.bulk_socket import BulkLost, BulkSocket
 from swarm.net.logic.sealing import HEADER_BYTES, BulkSecret, FrameKind, frame_bytes
 from swarm.wire import peer_pb2
@@ -188,7 +188,7 @@ def test_unknown_late_and_used_tokens_are_refused(monkeypatch: pytest.MonkeyPatc
     async def scenario() -> None:
         async with bulk_pair() as pair:
             reply = pair.ticket()
-            unknown = peer_pb2.BulkReply(token=bytes(TOKEN_BYTES))
+            unknown = peer_pb2.BulkReply(secret=bytes(32))
             assert await is_closed(await pair.connected(unknown))
             connection = await pair.proven(reply)
             assert await is_closed(await pair.connected(reply)), "it was used"
@@ -401,5 +401,36 @@ def test_port_whose_packets_are_dropped_costs_a_moment_once(monkeypatch: pytest.
         finally:
             for one in (full, *waiting):
                 one.close()
+
+    run(scenario)
+
+
+def test_many_tiny_frames_leave_turns_to_other_tasks() -> None:
+    frames = 4000
+
+    async def scenario() -> None:
+        async with bulk_pair() as pair:
+            turns = 0
+
+            async def count_turns() -> None:
+                nonlocal turns
+                while True:
+                    await asyncio.sleep(0)
+                    turns += 1
+
+            reply = pair.ticket()
+            secret = BulkSecret(reply.secret, pair.caller.peer_id, pair.contact.peer_id)
+            key, name = secret.key(1, from_caller=True), TALK.name.encode()
+            proof = secret.key(0, from_caller=True).seal(FrameKind.PROOF, b"", bytearray(frame_bytes(0)))
+            flood = [bytes(proof), bytes(key.seal(FrameKind.OPEN, name, bytearray(frame_bytes(len(name)))))]
+            flood += [bytes(key.seal(FrameKind.DATA, b"x", bytearray(frame_bytes(1)))) for _ in range(frames)]
+            raw = await pair.connected(reply)
+            await asyncio.get_running_loop().sock_sendall(raw, b"".join(flood))
+            counting = asyncio.create_task(count_turns())
+            while len(pair.received) < frames:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            counting.cancel()
+            assert turns > frames / 20
+            raw.close()
 
     run(scenario)

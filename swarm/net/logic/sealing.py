@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from swarm.core.ids import PeerId
 
 BODY_BYTES_MAX = (4 << 20) + (64 << 10)
-SECRET_BYTES = 32
+SECRET_BYTES, TOKEN_BYTES = 32, 16
 TAG_BYTES = 16
 _HEADER = struct.Struct("<II")
 HEADER_BYTES = _HEADER.size
@@ -92,6 +92,13 @@ class BulkSecret:
     secret: bytes
     caller: PeerId
     callee: PeerId
+
+    @property
+    def token(self) -> bytes:
+        """Return the token with which the connection begins. It is derived, so that a hostile callee cannot
+        choose bytes that its caller sends to some port.
+        """
+        return hmac.digest(self.secret, _CONTEXT + b"token", "sha256")[:TOKEN_BYTES]
 
     def key(self, stream: int, *, from_caller: bool) -> FrameKey:
         """Return a new key for the frames of one direction of one stream. It must be made only once at each
