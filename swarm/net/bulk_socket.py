@@ -28,7 +28,7 @@ from swarm.net.logic.sealing import (
 _logger = logging.getLogger(__name__)
 
 # A peer that vanished without closing its connections is noticed after about 35 s, as on gRPC connections.
-# While bytes are under way this takes 300 s, because a receiver that reads nothing for so long counts, too.
+# While bytes are under way this takes 300 s, because a receiver that reads nothing meanwhile counts, too.
 _KEEPALIVE = (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 300_000))
 _AT_ONCE_MAX = 8  # frames that are sent or received without a turn for other tasks
 # for a node with a cap of what it receives: unread bytes wait at the sender (`swarm.net.throttle`)
