@@ -45,7 +45,7 @@ IDLE_S_MAX = 300.0  # between two streams; longer than callers keep an unused co
 _DRAIN_S_MAX = 5.0  # for the last frame of a caller whose stream has ended
 DRAIN_BYTES_MAX = 16 << 20  # that it sends before it has noticed that
 _METHOD_BYTES_MAX = 200
-_PORTS_APART = 2  # the next port after gRPC's is that of libp2p
+PORTS_APART = 10_000  # nearer ports are those of libp2p, and of other peers on the same machine
 _ACCEPTS_MAX = 16  # per turn of the event loop
 _QUEUE = 128  # connections that wait to be accepted
 _LAST_TURNS = 4  # of the event loop, in which streams that are ended at close send their last frames
@@ -120,12 +120,13 @@ class BulkServer:
 
     def start(self, host: str, grpc_port: int, *, is_chosen: bool, handlers: Handlers) -> None:
         """Listen beside the gRPC server, and give tokens to callers. `is_chosen`: the user has set the gRPC
-        port. The bulk port is then the second one after it, if it is free, so that it can be forwarded, too.
+        port. The bulk port is then 10,000 above it, if that is free, so that it can be forwarded, too.
         Without any port, peers use gRPC.
         """
         if not IS_SUPPORTED:
             return
-        listening = _listen(host, grpc_port + _PORTS_APART if is_chosen else 0)
+        above = grpc_port + PORTS_APART
+        listening = _listen(host, above if is_chosen and above <= 65535 else 0)
         if listening is None:
             return
         self._listening, self.port, self._grpc_port = listening, listening.getsockname()[1], grpc_port
@@ -290,7 +291,7 @@ async def _drain(connection: BulkSocket) -> bool:
 def _listen(host: str, port: int) -> socket.socket | None:
     """Return a socket that listens on this port, or on any free one if it is taken; None if there is none."""
     for one in dict.fromkeys((port, 0)):
-        with contextlib.suppress(OSError, OverflowError):
+        with contextlib.suppress(OSError):
             family, kind, protocol, _, where = socket.getaddrinfo(host, one, type=socket.SOCK_STREAM)[0]
             listening = socket.socket(family, kind, protocol)
             try:
