@@ -54,7 +54,7 @@ demo: install
 
 # Two files at a time: most tests over sockets wait rather than compute.
 test: install-dev
-	$(BIN)/python -m pytest -m "not chaos and not slow and not network_namespaces" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -m "not chaos and not slow and not simulation and not network_namespaces" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Runs with the machine's own packages, and makes no environment: PYTHON has a CUDA build of torch, and WHEELS is a folder with what else is
 # missing there. Another OUT: where the report goes. SWARM_GPU_DEVICE=cpu tries everything at small sizes on the host.
@@ -107,7 +107,8 @@ fuzz-quick: install-dev
 	@$(BIN)/python -m tests.fuzz.run --seconds 30 --seed 3705964362 $(ARGS)
 
 # The seeds of the trainings are those of docs/reliability.md.
-sim-quick:
+sim-quick: install-dev
+	$(BIN)/python -m pytest -m "simulation and not slow" -n 2 --dist worksteal tests/sim
 	@$(MAKE) --no-print-directory sim PEERS=40 HOURS=0.2
 	@$(MAKE) --no-print-directory sim SEED=1 PEERS=4 HOURS=0.02 SCENARIO=training ARGS="--seeds 200"
 	@for mode in gradients-delayed diloco-streaming; do \
@@ -133,6 +134,7 @@ bench: install-dev
 
 bench-quick: install-dev
 	$(BIN)/python -m benchmarks --quick $(ARGS)
+	$(BIN)/python -m pytest -m slow tests/benchmarks
 
 docs: install-docs
 	$(BIN)/python -m sphinx -b html -W --keep-going -q docs $(DOCS_OUT)

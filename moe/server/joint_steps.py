@@ -23,9 +23,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from averaging.averager import Averager
 from moe.protocol import methods
@@ -50,6 +50,8 @@ from swarm.wire.expert_pb2 import ExpertCount
 if TYPE_CHECKING:
     from averaging.result import RoundResult
     from swarm.node import Node
+
+_T = TypeVar("_T")
 
 _log = logging.getLogger(__name__)
 
@@ -265,9 +267,7 @@ class JointExpert:
         """Make one step with the replicas that gather for it."""
         announced = self._counts.announced(self._own)
         try:
-            result, invented_by = await asyncio.get_running_loop().run_in_executor(
-                self._threads, self._run_round
-            )
+            result, invented_by = await self._on_thread(self._run_round)
             now_s = self._node.clock.monotonic_s()
             if result is None or result.failed:
                 self._failed_rounds += 1
@@ -297,9 +297,19 @@ class JointExpert:
 
     async def _step_alone(self) -> None:
         try:
-            await asyncio.get_running_loop().run_in_executor(self._threads, self._run_alone)
+            await self._on_thread(self._run_alone)
         finally:
             await self._end_work()
+
+    async def _on_thread(self, work: Callable[[], _T]) -> _T:
+        """Run `work` on a thread of the steps. Once the server has closed, the caller's task is cancelled."""
+        try:
+            done = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        except RuntimeError as error:
+            if not self._halted:
+                raise
+            raise asyncio.CancelledError from error
+        return await done
 
     def _run_alone(self) -> None:
         with self.expert.lock:

@@ -18,6 +18,7 @@ from benchmarks.cuda.peers import recorded_waits
 from benchmarks.report import as_record
 
 
+@pytest.mark.slow
 def test_every_part_measures_rows_that_can_be_stored() -> None:
     messages: list[str] = []
     rows = list(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.joining import Arrivals, join_at_once
 from benchmarks.report import ORDER
 from benchmarks.sections import SECTIONS
 
 
+@pytest.mark.slow
 def test_newcomers_of_the_short_form_load_and_contribute() -> None:
     arrivals = join_at_once(lambda text: None, 2, 1)
     assert not arrivals.reasons

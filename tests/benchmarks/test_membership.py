@@ -21,6 +21,7 @@ from benchmarks.sections import SECTIONS
 from swarm.testing.sabotage import SABOTAGE_KINDS
 
 
+@pytest.mark.slow
 def test_peers_of_an_invited_and_an_open_run_are_compared_in_the_short_form() -> None:
     [found] = membership_costs.rows(lambda text: None, membership_costs.SHORT)
     assert [row.identifier for row in found] == [
@@ -37,6 +38,7 @@ def test_peers_of_an_invited_and_an_open_run_are_compared_in_the_short_form() ->
     assert found[3].ours.samples[0] > 0.0, "the functions of membership are found in the profile"
 
 
+@pytest.mark.slow
 def test_a_small_run_is_measured_while_its_peers_are_killed_and_started_again() -> None:
     changes = (small_runs.Change(1.0, 1, "kill"), small_runs.Change(1.0, 1, "begin"))
     paces = small_runs.Paces()
@@ -63,6 +65,7 @@ def test_a_peer_begins_again_only_after_it_has_ended() -> None:
         assert all(change.at_s < run.window_s for change in run.changes)
 
 
+@pytest.mark.slow
 def test_a_crowd_of_several_networks_is_measured_in_the_short_form() -> None:
     attacked = AttackedRun(members=2, crowds=(Crowd(3, 2),), turns=1)
     found = attacks.rows(lambda text: None, Plan(window_s=1.0, floods=(), attacked_runs=(attacked,)))
@@ -74,6 +77,7 @@ def test_a_crowd_of_several_networks_is_measured_in_the_short_form() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_member_that_turns_bad_is_measured_in_the_short_form() -> None:
     found = simulated_attacks.rows(lambda text: None, members=2, minutes=1.0)
     assert len(found) == len(SABOTAGE_KINDS) - 1, "each of them, and none for comparison"

@@ -9,6 +9,7 @@ import json
 import math
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -73,6 +74,20 @@ def settings_of(models: Path, **more: Any) -> dict[str, Any]:
             CausalLanguageModel({"model": "tiny", "method": method})
         digest = str(refused.value).rpartition('digest = "')[2].rstrip('"')
     return {"model": "tiny", "digest": digest, "sequence_length": 32, "data_bytes": 1 << 16, **more}
+
+
+def test_volunteers_of_one_process_that_build_the_model_at_once_get_the_same_values(models: Path) -> None:
+    """Regression: transformers and torch keep the default device and the seed per process. One volunteer got
+    a model without values, or other values than the peers that it trains with.
+    """
+    settings = settings_of(models)
+
+    def built(_: int) -> list[torch.Tensor]:
+        return list(make_task("causal-lm", settings).build_model(5).parameters())
+
+    first, *others = ThreadPoolExecutor(4).map(built, range(12))
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
 @pytest.mark.parametrize("method", ["lora", "full", "from-scratch"])

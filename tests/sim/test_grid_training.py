@@ -17,6 +17,7 @@ def test_models_stay_equal_where_the_grid_is_full(seed: int) -> None:
     assert max(found.after) < 1e-12
 
 
+@pytest.mark.simulation
 @pytest.mark.parametrize(("peers", "group_size"), [(9, 4), (20, 4), (23, 8)])
 def test_state_rounds_bring_models_together_where_it_is_not_full(peers: int, group_size: int) -> None:
     seeds = [train(peers, group_size, epochs=4, state_every=2, seed=seed) for seed in range(1, 7)]

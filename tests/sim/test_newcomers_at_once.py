@@ -114,6 +114,7 @@ def test_32_newcomers_at_once_contribute_in_seconds_with_few_messages(
     assert not found.without_quorum
 
 
+@pytest.mark.simulation
 @pytest.mark.parametrize("seed", [4])
 def test_newcomers_that_a_round_left_behind_begin_none_of_their_own(
     seed: int, caplog: pytest.LogCaptureFixture

@@ -158,6 +158,7 @@ def test_a_few_false_notices_divide_no_small_swarm() -> None:
     assert holders_estimated(0, [5] * 30 + [20] * 3) == 33 << 5
 
 
+@pytest.mark.simulation
 def test_reads_are_bounded_and_every_peer_sees_the_holders_of_its_shard() -> None:
     peers = 400
 
@@ -220,6 +221,7 @@ async def step(large: LargeSwarm, key: str) -> list[Group | object]:
     return [search.result() for search in searches]
 
 
+@pytest.mark.simulation
 @pytest.mark.parametrize("seed", [1, 2, 3, 4])
 def test_everybody_finds_a_group_in_a_swarm_of_several_shards(seed: int) -> None:
     peers = 140

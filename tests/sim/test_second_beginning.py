@@ -72,6 +72,7 @@ def play(seed: int, scenario: Callable[[Bench], Awaitable[None]], *, load_timeou
     run_virtual(main())
 
 
+@pytest.mark.simulation
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("count", [1, 2])
 def test_newcomers_that_reach_nobody_wait_for_the_swarm_that_they_came_to(seed: int, count: int) -> None:
@@ -93,6 +94,7 @@ def test_newcomers_that_reach_nobody_wait_for_the_swarm_that_they_came_to(seed: 
     play(seed, scenario)
 
 
+@pytest.mark.simulation
 @pytest.mark.parametrize("seed", SEEDS)
 def test_newcomers_that_come_when_most_peers_have_died_join_those_that_live(seed: int) -> None:
     async def scenario(bench: Bench) -> None:
@@ -123,6 +125,7 @@ def test_a_newcomer_that_reaches_nobody_begins_after_its_time_limit(seed: int) -
     play(seed, scenario, load_timeout_s=45.0)
 
 
+@pytest.mark.simulation
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_newcomer_that_reaches_nobody_does_not_conclude_that_it_is_alone(seed: int) -> None:
     async def scenario(bench: Bench) -> None:
@@ -157,6 +160,7 @@ async def lie_about_the_epoch(liar: DhtService, run: str) -> None:
         await asyncio.sleep(3.0)
 
 
+@pytest.mark.simulation
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("liars", [1, 3])
 def test_reports_without_a_certificate_delay_the_first_epoch_by_a_minute_at_most(

@@ -90,6 +90,7 @@ def measure(plan: Plan, seed: int = 1) -> tuple[float, Work, int]:
     return run_virtual(main())
 
 
+@pytest.mark.simulation
 @pytest.mark.parametrize(("speed", "batch"), [(1 / 4, 8), (1 / 20, 2), (1 / 100, 1)])
 def test_samples_of_a_slow_volunteer_count_once_it_has_chosen_its_micro_batch(
     speed: float, batch: int, caplog: pytest.LogCaptureFixture
@@ -107,6 +108,7 @@ def test_samples_of_a_slow_volunteer_count_once_it_has_chosen_its_micro_batch(
     assert fast >= 0.95
 
 
+@pytest.mark.simulation
 def test_a_volunteer_whose_step_takes_many_epochs_costs_the_others_little(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

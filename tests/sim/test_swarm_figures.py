@@ -63,6 +63,7 @@ def test_identities_near_a_key_are_nearest() -> None:
     assert distances[-1] < 2**256 // 20
 
 
+@pytest.mark.simulation
 def test_every_figure_becomes_a_row() -> None:
     plan = simulated_dht.Plan(
         sizes=(simulated_dht.Size(peers=30, rest_warm_up_s=10.0, rest_s=60.0, churn_s=300.0, split_s=120.0),),

@@ -27,6 +27,7 @@ def without_attack(members: int) -> AttackFigures:
     return run_attack(Attack(members=members, minutes=2.0, calm_s=20.0, rounds_free=1))
 
 
+@pytest.mark.simulation
 @pytest.mark.parametrize(
     "sabotage",
     [
@@ -49,6 +50,7 @@ def test_a_hostile_member_of_four_costs_at_most_a_tenth_after_three_rounds(sabot
     assert not figures.blamed, "no honest member passes another one over"
 
 
+@pytest.mark.simulation
 def test_a_member_of_four_that_waits_forever_is_marked_failed_and_costs_at_most_a_tenth_afterwards() -> None:
     """Before, a reducer that said every other second that it waits stopped the run: no epoch in three
     minutes, and honest members passed one another over. It still costs most of a round's time when it is in
@@ -65,6 +67,7 @@ def test_a_member_of_four_that_waits_forever_is_marked_failed_and_costs_at_most_
     assert not figures.rounds_failed
 
 
+@pytest.mark.simulation
 def test_two_members_of_eight_that_stall_cost_a_tenth_at_most_and_no_honest_one_is_blamed() -> None:
     """Before, each was waited for as the successor of the other until the round's deadline, and the honest
     members passed those over whose time was over first: 13 faults, and 11 epochs in five minutes.
@@ -77,6 +80,7 @@ def test_two_members_of_eight_that_stall_cost_a_tenth_at_most_and_no_honest_one_
     assert not figures.rounds_failed
 
 
+@pytest.mark.simulation
 @pytest.mark.parametrize(
     "sabotage",
     ["leads without a member", "leaves a member out of its averages", "gives a member other averages"],
@@ -94,6 +98,7 @@ def test_a_member_of_four_that_turns_against_another_one_does_not_keep_it_out(sa
     assert figures.epochs_per_minute / without_attack(4).epochs_per_minute >= SHARE_WITH_BAD_MEMBER
 
 
+@pytest.mark.simulation
 def test_a_member_of_four_that_refuses_every_newcomer_does_not_keep_them_out() -> None:
     """Before, the newcomer was in none of six rounds."""
     figures = run_attack(
@@ -116,6 +121,7 @@ def test_a_member_of_four_that_claims_every_sample_closes_epochs_after_two_third
     assert not figures.rounds_failed
 
 
+@pytest.mark.simulation
 def test_sixteen_strangers_that_claim_samples_and_send_nothing_cost_a_twentieth_at_most() -> None:
     figures = run_attack(Attack(members=2, strangers=16, minutes=4.5, calm_s=20.0))
     share = figures.epochs_per_minute / without_attack(2).epochs_per_minute
@@ -126,6 +132,7 @@ def test_sixteen_strangers_that_claim_samples_and_send_nothing_cost_a_twentieth_
     assert share >= SHARE_WITH_STRANGERS
 
 
+@pytest.mark.simulation
 def test_identities_that_keep_records_of_progress_delay_no_epoch() -> None:
     """Regression: members read one another's reports less often the more records there were, learned up to a
     second late that an epoch was full, and made 0.82 of the epochs.

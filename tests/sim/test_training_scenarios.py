@@ -42,6 +42,7 @@ def figures_of(seed: int) -> ScenarioFigures:
     return run_training(TrainingScenario(seed=seed, peers=4, hours=0.03, faults_s=100.0))
 
 
+@pytest.mark.simulation
 @pytest.mark.parametrize("seed", SEEDS_SHORT)
 def test_a_training_under_faults_breaks_no_promise(seed: int) -> None:
     assert figures_of(seed).steps > 100

@@ -248,11 +248,13 @@ def test_a_replica_that_invents_gradients_moves_the_only_other_one_no_further(re
 
 
 class Complete(swarm.Expert):
-    """A replica whose batch is always complete."""
+    """A replica whose batch is complete as soon as it is `due`."""
+
+    due = True
 
     @property
     def counted(self) -> int:
-        return TARGET
+        return TARGET if self.due else 0
 
 
 def test_a_server_that_was_closed_begins_no_step(
@@ -269,4 +271,23 @@ def test_a_server_that_was_closed_begins_no_step(
         await asyncio.sleep(0.3)
 
     server.node.network.run(look(), 10.0)
+    assert "a joint step of an expert failed" not in caplog.text
+
+
+def test_a_step_that_is_due_when_its_server_closes_is_cancelled(
+    replicas: Replicas, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: the step was begun, found no thread to run on, and its failure was logged."""
+    expert = Complete(copy.deepcopy(network()), (torch.zeros(1, 16),), sgd)
+    expert.due = False
+    server = replicas.serve(expert)
+
+    async def close() -> None:
+        expert.due = True
+        for one in server.joint.experts.values():
+            await one.refresh(())
+        server.joint.close()
+        await asyncio.sleep(0.1)
+
+    server.node.network.run(close(), 10.0)
     assert "a joint step of an expert failed" not in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from swarm.run.tasks.model_files import ModelFiles
 
 _CONFIG_BYTES_MAX = 256 << 10
+# transformers and torch keep the default device and the random seed per process while a model is made
+_BUILDING = threading.Lock()
 _SAFE = {"trust_remote_code": False, "local_files_only": True}
 
 # PEFT uses deprecated names of transformers; a volunteer can do nothing about the warning
@@ -40,14 +43,14 @@ def read_config(files: ModelFiles) -> Any:
 
 def skeleton(config: Any, settings: LanguageModelSettings) -> torch.nn.Module:
     """Return the model without values, to count its parameters."""
-    with torch.device("meta"):
+    with _BUILDING, torch.device("meta"):
         model: torch.nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         return _with_method(model, settings)
 
 
 def build(config: Any, files: ModelFiles, settings: LanguageModelSettings, seed: int) -> torch.nn.Module:
     """Return the model in float32, on the CPU. The same seed gives the same initial values."""
-    with torch.random.fork_rng(devices=[]):
+    with _BUILDING, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if settings.method == "from-scratch":
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=torch.float32)
