@@ -76,7 +76,7 @@ gpu-wheels:
 
 # Two tests at a time: they wait for other peers most of the time, and each has an internet of its own.
 reach: install-dev
-	$(BIN)/python -m pytest -m "network_namespaces and not slow" -k "not all_reduce or killed" -n 2 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -m "network_namespaces and not slow" -n 2 --dist worksteal $(ARGS)
 
 chaos: install-dev
 	$(BIN)/python -m pytest -m "chaos" $(ARGS)

@@ -8,16 +8,17 @@ machine's cores: times leave out round trips, and rates are bounded by processor
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks import relayed_training
 from benchmarks.environments import NoEnvironment
 from benchmarks.reach_figures import CROWD_BYTES, CROWD_MBIT, CROWD_PEERS, ROUND_TRIPS_MS, Samples
-from benchmarks.results import Row
+from benchmarks.results import Aim, Failures, Row
 from tests.chaos.namespaces import Internet, RouterKind, missing
 from tests.chaos.reach_peers import CROWD, entry_point
 
@@ -29,6 +30,9 @@ _IDLE_S = 15.0
 _TRAINED_S, _FETCHED_BYTES_PER_S = 8.0, 5e6
 _WAIT_S = 90.0
 _CROWD_S = 180.0
+_KINDS: tuple[RouterKind | None, ...] = (None, "cone", "preserving", "symmetric", "relay-only")
+_MEMBER_PASSES, _MEMBER_ROUNDS, _MEMBER_SETTLING = 3, 10, 3  # settling: first rounds, which connect
+_MEMBER_RATIO_MAX = 1.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,23 +44,20 @@ class Plan:
     mebibytes: int = 64
     passes: int = 3
     lost: bool = True
-    far: bool = True
     trainer: bool = True
-    crowd: bool = True
-    training: bool = True
+    figures: Collection[str] = frozenset()  # of `FIGURES`; empty: all
 
 
 QUICK = Plan(
-    relayed=2,
-    punched=0,
-    mebibytes=8,
-    passes=1,
-    lost=False,
-    far=False,
-    trainer=False,
-    crowd=False,
-    training=False,
+    relayed=2, punched=0, mebibytes=8, passes=1, lost=False, trainer=False, figures=frozenset({"near"})
 )
+
+
+@dataclass(slots=True)
+class Rounds(Failures):
+    """Seconds of rounds."""
+
+    samples: list[float] = field(default_factory=list)
 
 
 class SceneFailed(Exception):
@@ -74,12 +75,9 @@ def rows(say: Say, plan: Plan | None = None) -> Iterator[list[Row]]:
     """Measure the section, and yield rows as they come."""
     plan = plan or Plan()
     samples = Samples()
-    measures: list[Callable[[Say, Plan, Samples], None]] = [_calls]
-    if plan.far:
-        measures.append(_far_calls)
-    if plan.crowd:
-        measures.append(_crowd)
-    for measure in measures:
+    for name, measure in _MEASURES.items():
+        if plan.figures and name not in plan.figures:
+            continue
         try:
             measure(say, plan, samples)
         except (AssertionError, SceneFailed) as failure:  # raised by the tests' helpers after a timeout
@@ -87,7 +85,9 @@ def rows(say: Say, plan: Plan | None = None) -> Iterator[list[Row]]:
             samples.fail(str(failure).partition("; last events")[0])
             say(f"reach: {failure}")
     yield samples.rows(plan.mebibytes)
-    if plan.training:
+    if not plan.figures or MEMBER in plan.figures:
+        yield _member_rows(say)
+    if not plan.figures or TRAINING in plan.figures:
         yield relayed_training.rows(say)
 
 
@@ -381,6 +381,67 @@ def _until_two_relays(peer: Peer) -> None:
     peer.process.wait(f"another relay of {peer.name}", lambda _: len(_now(peer)) == 3, _WAIT_S)
 
 
+def _pairs(say: Say, plan: Plan, samples: Samples) -> None:
+    """Let a peer behind each kind of router call a peer behind each."""
+    with Internet() as internet:
+        relay = Peer(internet, "r", None, (), relay_mbit=_RELAY_MBIT)
+        entry = [_line(relay.contact("direct"))]
+        callers, callees = (
+            [Peer(internet, f"{name}{number}", kind, entry) for number, kind in enumerate(_KINDS)]
+            for name in "ab"
+        )
+        contacts = [
+            one.contact("direct" if kind is None else "relayed")
+            for one, kind in zip(callees, _KINDS, strict=True)
+        ]
+        called, pairs = 0, len(callers) * len(contacts)
+        for caller, contact in itertools.product(callers, contacts):
+            try:
+                called += len(caller.call(contact))
+            except SceneFailed as failure:
+                say(f"reach: {failure}")
+        samples.add("pairs", 100.0 * called / pairs)
+        say(f"reach: {called} of {pairs} pairs")
+
+
+def _member_rows(say: Say) -> list[Row]:
+    """Measure rounds of three of which one is hidden, in turns with rounds of three with open ports."""
+    hidden, opened = Rounds(), Rounds()
+    with Internet() as internet:
+        relay = Peer(internet, "r", None, (), relay_mbit=_RELAY_MBIT)
+        entry = [_line(relay.contact("direct"))]
+        two = [Peer(internet, f"o{number}", None, entry) for number in range(2)]
+        thirds = (
+            (hidden, Peer(internet, "h", "symmetric", entry), "relayed"),
+            (opened, Peer(internet, "third", None, entry), "direct"),
+        )
+        for _, third, how in thirds:
+            third.contact(how)
+        for one in two:
+            one.contact("direct")
+        try:
+            for _ in range(_MEMBER_PASSES):
+                for rounds, third, _ in thirds:
+                    members = [*two, third]
+                    for one in members:
+                        one.tell(do="average", rounds=_MEMBER_ROUNDS)
+                    seconds = [one.answer("averaged")["seconds"] for one in members]
+                    rounds.samples += [max(each) for each in zip(*seconds, strict=True)][_MEMBER_SETTLING:]
+        except (AssertionError, SceneFailed) as failure:
+            hidden.fail(str(failure).partition("; last events")[0])
+            say(f"reach: {failure}")
+    return [
+        Row(
+            identifier="reach-hidden-member",
+            workload="three peers average 4 MB; one has a router that gives each connection another port",
+            quantity="seconds of a round, beside the same peers with open ports",
+            ours=hidden.series_of("swarm, one hidden", hidden.samples, "s"),
+            peer=opened.series_of("swarm, open ports", opened.samples, "s"),
+            aim=Aim(of="ours / peer", sense="at most", value=_MEMBER_RATIO_MAX),
+        )
+    ]
+
+
 def _crowd(say: Say, plan: Plan, samples: Samples) -> None:
     """Let peers behind one router call each other through a relay whose link is narrow."""
     with Internet() as internet:
@@ -396,3 +457,13 @@ def _crowd(say: Say, plan: Plan, samples: Samples) -> None:
     say(f"reach: {CROWD_PEERS} peers at one relay: {done['seconds']:.1f} s, at line rate {least_s:.1f} s")
     if done["held"] < CROWD_PEERS:
         raise SceneFailed(f"{CROWD_PEERS - done['held']} of {CROWD_PEERS} peers lost their reservations")
+
+
+_MEASURES: dict[str, Callable[[Say, Plan, Samples], None]] = {
+    "near": _calls,
+    "far": _far_calls,
+    "crowd": _crowd,
+    "pairs": _pairs,
+}
+MEMBER, TRAINING = "hidden-member", "training"
+FIGURES = (*_MEASURES, MEMBER, TRAINING)  # parts that may be measured without the others

@@ -33,6 +33,12 @@ _BULK = "{} MiB from one peer to another"
 _LOST = "one of two relays is lost; three peers that call each other through relays alone"
 _CROWD = f"{CROWD_PEERS} peers send 1 MB each and get it back, through a relay of {CROWD_MBIT} Mbit/s"
 FIGURES = {
+    "pairs": Figure(
+        workload="peers behind no router, full cone, port-preserving, symmetric and relay-only, 25 pairs",
+        quantity="pairs of which one calls the other",
+        unit="%",
+        least=100.0,
+    ),
     "verdict": Figure(workload=_START, quantity="until it knows that others cannot call it", most=3.0),
     "reservation": Figure(
         workload=_START,

@@ -32,13 +32,16 @@ WORDS = {
     "relayed": "routers that give each connection another port: a relay of 50 Mbit/s carries all",
 }
 PASSES = 2
-EPOCHS, SETTLING = 8, 3  # that are measured, and that come before
+# Epochs that are measured: a whole interval of `state_sync_epochs`, so that one round over the state is among
+# them. SETTLING: epochs that come before.
+EPOCHS, SETTLING = 10, 3
 _READY_S, _EPOCHS_S = 90.0, 60.0
 _RUN = """
 name = "relayed"
 codec = "float16"
 target_batch_size = 768
 batch_size = 16
+state_sync_epochs = {epochs}
 [task]
 name = "{task}"
 [task.settings]
@@ -69,7 +72,7 @@ def rows(say: Say, passes: int = PASSES) -> list[Row]:
     with tempfile.TemporaryDirectory(prefix="swarm-relayed-") as name:
         folder = Path(name)
         paced_task.install(folder)
-        (folder / "run.toml").write_text(_RUN.format(task=paced_task.NAME), encoding="utf-8")
+        (folder / "run.toml").write_text(_RUN.format(task=paced_task.NAME, epochs=EPOCHS), encoding="utf-8")
         for _ in range(passes):
             for way, kind in WAYS.items():
                 try:

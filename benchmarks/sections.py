@@ -144,7 +144,11 @@ SECTIONS = {
     "state": Section(rows=_once(lambda request: states.rows(request.setting)), compared=True),
     "cuts": Section(rows=lambda request: cuts.rows(request.setting.say)),
     "joining": Section(rows=lambda request: joining.rows(request.setting.say)),
-    "reach": Section(rows=lambda request: reach.rows(request.setting.say), check=reach.check),
+    "reach": Section(
+        rows=lambda request: reach.rows(request.setting.say, reach.Plan(figures=request.figures)),
+        check=reach.check,
+        figures=reach.FIGURES,
+    ),
     "dht": Section(rows=_dht, compared=True),
     "experts": Section(rows=_experts, compared=True, figures=list(_EXPERTS)),
     "simulated": Section(rows=_simulated, figures=simulated_dht.figures(simulated_dht.Plan())),

@@ -243,6 +243,10 @@ class Node:
         """
         return self._announcing.reach
 
+    def given_in_vain(self) -> list[str]:
+        """Let others call the addresses that the user has given. Return a sentence for each that fails."""
+        return self.network.run(self._announcing.given_in_vain(), _RELAYS_S_MAX)
+
     def relays(self) -> list[RelayView]:
         """Ping the relays that this node knows, and return them: first those with a reservation of this node,
         then the nearest. Takes a few seconds, because it loads libp2p.

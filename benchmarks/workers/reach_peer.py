@@ -30,6 +30,7 @@ _CALL_S_MAX, _FETCH_S_MAX = 30.0, 120.0
 _LOOK_S = 0.005
 _WIDTH, _BATCH = 512, 64  # of the model that is trained
 _AGAIN_S = 0.02
+_GROUP, _AVERAGED = 3, 1_000_000  # members, and values
 # text of a log line -> name of the event
 _SAID = {
     "is connected through the relay": "circuit",
@@ -128,6 +129,19 @@ class _Caller:
         return ""
 
 
+def average(node: swarm.Node, rounds: int) -> None:
+    """Average with two other peers, and print the seconds of each round."""
+    import torch
+
+    tensor, seconds, why = torch.ones(_AVERAGED), list[float](), ""
+    with swarm.Averager(node, [tensor], target_group_size=_GROUP, min_group_size=_GROUP) as averager:
+        for number in range(rounds):
+            result = averager.step(timeout_s=_CALL_S_MAX, round_key=number)
+            seconds.append(result.seconds["total"])
+            why = why or (result.detail or "a round failed" if result.failed else "")
+    show(event="averaged", seconds=seconds, why=why)
+
+
 def usage() -> None:
     """Print the memory and the processor time of this process."""
     process = psutil.Process()
@@ -170,6 +184,9 @@ def main() -> None:
                 continue
             if order["do"] == "train":
                 train(order["seconds"])
+                continue
+            if order["do"] == "average":
+                average(node, order["rounds"])
                 continue
             peer_id, *published = order["contact"]
             contact = Contact.of_published(PeerId.parse(peer_id), published)

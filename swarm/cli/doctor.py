@@ -210,6 +210,9 @@ def _reach(node: Node, listen: str | None, said: str) -> Diagnosis:
         )
     if node.reach == "direct":
         places = ", ".join(f"{one.host}:{one.port}" for one in node.contact.addresses)
+        if in_vain := node.given_in_vain():
+            what = "forward that TCP port to this machine and name it in --listen, or leave --announce out"
+            return Diagnosis("reach", "bad", f"it announces {places}, but {'; '.join(in_vain)}: {what}")
         return Diagnosis("reach", "good", said or f"it announces {places}")
     through = f"others reach it through {node.contact.through}" if node.reach == "relayed" else ""
     text = said or through or "no peer has said yet whether it can call this machine"

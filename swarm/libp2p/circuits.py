@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from swarm.core.clock import Clock
@@ -35,6 +36,7 @@ ANSWER_S = 15.0  # for a relay's answer, of which the relay waits 10 s for the t
 CONNECT_S = 20.0
 # A relay that sends nothing for 3 s after a ping counts as failed, so another one is asked after 4 s at most.
 RELAY_PING_S, RELAY_SILENT_S = 1.0, 3.0
+_NOT_TAKEN_MAX = 64
 
 
 class Circuits:
@@ -50,6 +52,8 @@ class Circuits:
         self._races: Races[PeerConnection] = Races()
         self._changed = ChangeEvent()
         self._kept: dict[PeerId, PeerConnection] = {}
+        # targets and relays whose last circuits the target did not take, the newest last
+        self._not_taken: deque[tuple[PeerId, PeerId]] = deque(maxlen=_NOT_TAKEN_MAX)
         host.handle(STOP_PROTOCOL, self._accept, direct_only=True)
         host.at_ended.append(self._ended)
 
@@ -91,7 +95,8 @@ class Circuits:
     async def reserve(self, relay: Contact) -> None:
         """Make or renew a reservation at a relay. Raises NetworkError or PeerError with the reason."""
         connection = await self._host.connect(relay.peer_id, relay.addresses)
-        answer, stream = await self.question(connection, Hop(HopKind.RESERVE))
+        stream = await self.request(connection, Hop(HopKind.RESERVE))
+        answer = await granted(stream)
         stream.close()
         life_s = answer.expires_s - self._clock.swarm_s()
         now_s = self._clock.monotonic_s()
@@ -111,30 +116,39 @@ class Circuits:
         """Return a connection to a peer that cannot be called: an open one, or the first that can be opened
         through one of these relays. Raises NetworkError that names what failed, DeadlineExceeded after
         `timeout_s`.
+
+        The peer may still refuse the connection (`Host.secure`). It ends then, and the next one is made
+        through another relay if there is one: relays can name a false caller, and limits count by relay.
         """
+        ordered = sorted(relays, key=lambda one: (target, one.peer_id) in self._not_taken)
         attempts = [
-            (f"through {one.peer_id.short}", functools.partial(self._connect, target, one)) for one in relays
+            (f"through {one.peer_id.short}", functools.partial(self._connect, target, one)) for one in ordered
         ]
         known = functools.partial(self._host.connection, target)
         return await self._races.run(target, known, attempts, timeout_s)
 
     async def _connect(self, target: PeerId, relay: Contact) -> PeerConnection:
         to_relay = await self._host.connect(relay.peer_id, relay.addresses)
-        _, stream = await self.question(to_relay, Hop(HopKind.CONNECT, peer=target))
-        to_relay.watch(RELAY_PING_S, RELAY_SILENT_S)
-        return await self._host.secure(stream, is_client=True, expected=target, relay=relay.peer_id)
+        stream = await self.request(to_relay, Hop(HopKind.CONNECT, peer=target))
 
-    async def question(self, connection: PeerConnection, question: Hop) -> tuple[Hop, MuxedStream]:
-        """Send a request to a relay. Return its answer and the stream. Raises PeerError with the relay's
-        refusal.
+        async def connected() -> None:
+            await granted(stream)
+            to_relay.watch(RELAY_PING_S, RELAY_SILENT_S)
+
+        # The handshake follows the request at once, and its first read takes the relay's answer.
+        stream.expect(connected)
+        return await self._host.secure(
+            stream, is_client=True, expected=target, relay=relay.peer_id, timeout_s=CONNECT_S
+        )
+
+    async def request(self, connection: PeerConnection, request: Hop) -> MuxedStream:
+        """Send a request to a relay, and return the stream, which `granted` reads. Raises NetworkError when
+        the connection has ended.
         """
         stream = await connection.open(HOP_PROTOCOL)
-        async with answered(stream, ANSWER_S, "the relay did not answer"):
-            await stream.write_message(encode_hop(question))
-            answer = decode_hop(await stream.read_message(MESSAGE_BYTES_MAX))
-            if answer.kind is not HopKind.STATUS or answer.status != Status.OK:
-                raise PeerError(f"the relay answered {_status(answer.status)}")
-        return answer, stream
+        async with answered(stream, ANSWER_S, "the relay took no request"):
+            await stream.write_message(encode_hop(request))
+        return stream
 
     async def _accept(self, stream: MuxedStream) -> None:
         """Take a circuit that a relay offers."""
@@ -169,6 +183,13 @@ class Circuits:
             connection.kept -= 1
 
     def _ended(self, connection: PeerConnection) -> None:
+        if connection.relay is not None and connection.is_client:
+            circuit = connection.peer_id, connection.relay
+            if circuit in self._not_taken:
+                self._not_taken.remove(circuit)
+            if not connection.is_confirmed:
+                self._not_taken.append(circuit)
+                self._host.fault(str(circuit[1]), f"{circuit[0].short} took no circuit through it")
         if self._kept.get(connection.peer_id) is connection:
             del self._kept[connection.peer_id]
             self._reservations.failed(connection.peer_id, self._clock.monotonic_s())
@@ -178,6 +199,17 @@ class Circuits:
         self._changed.notify()
         if self._on_change is not None:
             self._on_change()
+
+
+async def granted(stream: MuxedStream) -> Hop:
+    """Return a relay's answer to a request. Raises PeerError with the relay's refusal, NetworkError when it
+    does not answer.
+    """
+    async with answered(stream, ANSWER_S, "the relay did not answer"):
+        answer = decode_hop(await stream.read_message(MESSAGE_BYTES_MAX))
+        if answer.kind is not HopKind.STATUS or answer.status != Status.OK:
+            raise PeerError(f"the relay answered {_status(answer.status)}")
+    return answer
 
 
 def _status(status: int) -> str:

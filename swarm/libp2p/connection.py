@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Protocol
 
@@ -36,7 +37,8 @@ class MuxedStream:
         self.connection = connection
         self.number = number
         self.protocol = ""
-        self._proposed = ""  # the protocol that the peer has not confirmed yet
+        # what reads the peer's answers that come before the stream's bytes, the last one first
+        self._expected: list[Callable[[], Awaitable[None]]] = []
         self._unread = bytearray()
         self._changed = ChangeEvent()
         self._writable = asyncio.Event()
@@ -56,7 +58,7 @@ class MuxedStream:
         the peer does not speak the protocol, and NetworkError when the peer does not answer the proposal
         within 10 s.
         """
-        if self._proposed:
+        if self._expected:
             await self.confirm()
         while not self._unread:
             if self.lost:
@@ -64,27 +66,39 @@ class MuxedStream:
             if self._ended:
                 return b""
             await self._changed.wait()
+        return self.take(bytes_max)
+
+    def take(self, bytes_max: int) -> bytes:
+        """Return bytes that have arrived, at most `bytes_max`, without a wait; possibly none."""
         with memoryview(self._unread) as view:
             data = bytes(view[:bytes_max])
         del self._unread[:bytes_max]
         self.connection.consumed(self, len(data))
         return data
 
+    def expect(self, read_answer: Callable[[], Awaitable[None]]) -> None:
+        """Let the first read call `read_answer`, which reads what the peer sends before the stream's bytes.
+        So this side can write at once.
+        """
+        self._expected.append(read_answer)
+
     async def propose(self, protocol: str) -> None:
         """Propose the stream's protocol. Writing may continue at once; the first read takes the peer's
         answer. Raises NetworkError when the stream is gone.
         """
-        self.protocol = self._proposed = protocol
+        self.protocol = protocol
+        self.expect(functools.partial(self._agree, protocol))
         await propose(self, protocol)
 
     async def confirm(self) -> None:
-        """Wait until the peer has agreed on the protocol; without this the first read does. Raises PeerError
-        when the peer does not speak it, NetworkError when the peer does not answer within 10 s or the stream
-        is gone. The stream is closed when this fails or is cancelled.
+        """Wait for the peer's answers, first that it speaks the protocol; without this the first read does.
+        Raises PeerError when the peer does not speak it, NetworkError when the peer does not answer within
+        10 s or the stream is gone. The stream is closed when this fails or is cancelled.
         """
-        if not self._proposed:
-            return
-        protocol, self._proposed = self._proposed, ""
+        if self._expected:  # the last one, whose own read waits for those before it
+            await self._expected.pop()()
+
+    async def _agree(self, protocol: str) -> None:
         async with answered(self, NEGOTIATION_S, f"it did not agree on {protocol}"):
             await confirm(self, protocol)
 
@@ -214,6 +228,7 @@ class PeerConnection:
         self._ping = (0, 0.0)  # value of the last ping, and when it was sent
         self._heard_s = self.idle_since_s = time.monotonic()
         self.round_trip_s: float | None = None
+        self.is_confirmed = False  # the peer has sent something, so it has taken the connection
         self.kept = 0  # how many users need the connection although it has no streams
         self.counted = 0  # value of `held` when the host last added up what all connections hold
         self.ended = ""  # why the connection has ended; "" until then
@@ -331,6 +346,7 @@ class PeerConnection:
         for count in itertools.count(1):
             data = await self._channel.read()
             self._heard_s = time.monotonic()
+            self.is_confirmed = True
             for event in self._session.receive(data):
                 self._dispatch(event)
             self._to_send.notify()  # acknowledgements, answers to pings

@@ -193,16 +193,22 @@ class Host:
         expected: PeerId | None,
         remote: Address | None = None,
         relay: PeerId | None = None,
+        timeout_s: float | None = None,
     ) -> PeerConnection:
         """Secure a pipe, and run the connection. `is_client`: this side has dialed. `expected`: the PeerID
-        required at the other end; None: any. `remote` or `relay`: the other end of the pipe. Raises
-        NetworkError or PeerError after closing the pipe.
+        required at the other end; None: any. `remote` or `relay`: the other end of the pipe. `timeout_s`:
+        for the handshake; None: 10 s. Raises NetworkError or PeerError after closing the pipe.
+
+        The other end has proven its PeerID, but may still refuse the connection: `is_confirmed`.
         """
+        timeout_s = HANDSHAKE_S if timeout_s is None else timeout_s
         connection = None
         try:
-            async with asyncio.timeout(HANDSHAKE_S):
+            async with asyncio.timeout(timeout_s):
                 channel = await self.noise.handshake(pipe, is_client=is_client, expected=expected)
-                if is_client:  # and wait: a peer that refuses this one says so now, and others are tried
+                if channel.uses_yamux:
+                    pass
+                elif is_client:
                     await propose(channel, yamux.PROTOCOL)
                     await confirm(channel, yamux.PROTOCOL)
                 else:
@@ -211,7 +217,7 @@ class Host:
                 PeerConnection(channel, is_client=is_client, remote=remote, relay=relay, events=self)
             )
         except TimeoutError:
-            raise NetworkError(f"it did not finish its handshake within {HANDSHAKE_S:.0f} s") from None
+            raise NetworkError(f"it did not finish its handshake within {timeout_s:.0f} s") from None
         finally:
             if connection is None:
                 pipe.close()

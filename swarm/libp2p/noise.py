@@ -10,6 +10,8 @@ faults and how each is avoided. This module changes the used parts as follows:
   anybody who knows a public key for its owner. There is no list to which a protocol could be added.
 - A handshake that fails raises PeerError or NetworkError. The library passes on errors of protobuf, `noise`
   and `cryptography`. It has no time limit either; the caller of `handshake` sets one.
+- The handshake names yamux (libp2p's "inlined muxer negotiation"), which saves the round trip to agree on it.
+  The library has the fields for it, but neither sends nor reads them in a handshake.
 - A handshake may send 4 KiB. The library reads up to 64 KiB for each of its messages.
 - A peer has an Ed25519 key, as everywhere in swarm. The library also accepts RSA, secp256k1 and ECDSA.
 - Failures of strangers are not logged. The library logs them at the level ERROR.
@@ -30,6 +32,7 @@ from swarm.core.errors import NetworkError, PeerError, UsageError
 from swarm.core.identity import Identity
 from swarm.core.ids import PeerId
 from swarm.libp2p.agreement import answer, confirm, propose
+from swarm.libp2p.logic import yamux
 from swarm.libp2p.pipes import Pipe
 
 PROTOCOL = "/noise"
@@ -53,6 +56,8 @@ class _Library:
     x25519_pair: Any
     peer_id: Any
     pattern: Any  # the Noise handshake XX
+    payload: Any  # the class of what a peer says about itself in the handshake
+    extensions: Any  # the class of its part that names stream multiplexers
 
 
 def check(version: str, sources: Mapping[str, str]) -> None:
@@ -83,7 +88,14 @@ def _library() -> _Library:
         {one.__name__: hashlib.sha256(inspect.getsource(one).encode()).hexdigest() for one in modules},
     )
     logging.getLogger("libp2p").setLevel(logging.CRITICAL + 1)
-    return _Library(Ed25519PrivateKey, create_new_key_pair, ID, patterns.PatternXX)
+    return _Library(
+        Ed25519PrivateKey,
+        create_new_key_pair,
+        ID,
+        patterns.PatternXX,
+        messages.NoiseHandshakePayload,
+        messages.NoiseExtensions,
+    )
 
 
 class Noise:
@@ -106,7 +118,7 @@ class Noise:
         Raises NetworkError when the connection ends, PeerError when the handshake fails or another peer
         answers. Has no timeout of its own: the caller sets one.
         """
-        pattern = self._library.pattern(self._own, self._key, self._static)
+        pattern, said = self._pattern()
         reading = _Handshaking(pipe, is_proposed=is_client)
         if is_client:
             await propose(pipe, PROTOCOL)
@@ -118,13 +130,38 @@ class Noise:
             else:
                 session = await pattern.handshake_inbound(reading)
             peer_id = PeerId.from_bytes(session.get_remote_peer().to_bytes())
+            extensions = self._library.payload.deserialize(bytes(said)).extensions
         except (NetworkError, PeerError):
             raise
         except Exception as error:
             raise PeerError(f"its Noise handshake failed: {type(error).__name__}: {error}"[:200]) from error
         if expected is not None and peer_id != expected:
             raise PeerError(f"another peer is there: {peer_id}")
-        return SecureChannel(pipe, session.conn.noise_state, peer_id)
+        uses_yamux = extensions is not None and yamux.PROTOCOL in extensions.stream_muxers
+        return SecureChannel(pipe, session.conn.noise_state, peer_id, uses_yamux=uses_yamux)
+
+    def _pattern(self) -> tuple[Any, bytearray]:
+        """Return the library's handshake, made to name yamux, and a buffer that has the peer's payload after
+        it.
+        """
+        pattern, said = self._library.pattern(self._own, self._key, self._static), bytearray()
+        payload = pattern.make_handshake_payload(self._library.extensions(stream_muxers=[yamux.PROTOCOL]))
+        pattern.make_handshake_payload = lambda: payload
+        create_state = pattern.create_noise_state
+
+        def create_noise_state(prologue: bytes | None = None) -> Any:
+            state = create_state(prologue)
+            read_message = state.read_message
+
+            def read(data: bytes) -> bytearray:
+                said[:] = read_message(data)  # the peer's last message has its payload
+                return said
+
+            state.read_message = read
+            return state
+
+        pattern.create_noise_state = create_noise_state
+        return pattern, said
 
 
 class _Handshaking:
@@ -150,12 +187,14 @@ class _Handshaking:
 
 
 class SecureChannel:
-    """Bytes to and from the peer at the other end, encrypted. One task reads, and one writes."""
+    """Bytes to and from the peer at the other end, encrypted. One task reads, and one writes. `uses_yamux`:
+    both peers have named yamux in the handshake, so it is not negotiated any more.
+    """
 
-    def __init__(self, pipe: Pipe, state: Any, peer_id: PeerId) -> None:
+    def __init__(self, pipe: Pipe, state: Any, peer_id: PeerId, *, uses_yamux: bool) -> None:
         self._pipe, self._state = pipe, state
         self._left = b""
-        self.peer_id = peer_id
+        self.peer_id, self.uses_yamux = peer_id, uses_yamux
 
     async def read(self) -> bytes:
         """Return the next bytes, possibly none. Raises NetworkError when the connection ends, PeerError when

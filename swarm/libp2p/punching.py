@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from swarm.core.clock import Clock
 from swarm.core.errors import NetworkError, PeerError, SwarmError
@@ -85,7 +86,11 @@ class Punching:
             return
         if peer_id in self._awaited:
             self._awaited[peer_id].set()
-        if any(one.relay is not None and one.peer_id == peer_id for one in self._host.connections):
+        here = (one for one in self._host.connections if one.peer_id == peer_id and not one.ended)
+        others = [one for one in here if one is not connection]
+        if any(one.relay is None for one in others):
+            return  # the dials of both have got through
+        if others:
             _logger.info("%s is called directly from now on, not through a relay", peer_id.short)
             connection.watch(RELAY_PING_S, RELAY_SILENT_S)
             self._on_direct(peer_id)
@@ -139,7 +144,7 @@ class Punching:
                 pass
 
     async def _initiate(self, relayed: PeerConnection) -> None:
-        peer_id, has_worked, stream = relayed.peer_id, False, None
+        peer_id, stream = relayed.peer_id, None
         self._asking[peer_id] = relayed
         try:
             async with asyncio.timeout(_EXCHANGE_S):
@@ -153,8 +158,9 @@ class Punching:
                 stream.finish()
             if self._asking.pop(peer_id, None) is relayed:
                 await asyncio.sleep(round_trip_s / 2)  # until the peer has received the signal
-                has_worked = await self._punch(peer_id, addresses, is_client=False)
-                self._punches.end(peer_id, self._clock.monotonic_s(), has_worked=has_worked)
+                with self._awaiting(peer_id) as connected:
+                    await self._punch(peer_id, addresses, connected, is_client=False)
+                self._punches.end(peer_id, self._clock.monotonic_s(), has_worked=connected.is_set())
         except (SwarmError, TimeoutError) as error:
             if self._asking.pop(peer_id, None) is relayed:
                 if relayed.ended:  # an ended relayed connection says nothing about the routers
@@ -177,21 +183,22 @@ class Punching:
             self._punches.give_way(peer_id)
         if reason := self._punches.begin(peer_id, self._clock.monotonic_s(), is_asked=True):
             raise NetworkError(f"no hole is punched: {reason}")
-        has_worked, hosts = False, set[str]()
-        try:
-            async with asyncio.timeout(_EXCHANGE_S):
-                addresses = self._named(peer_id, await _receive(stream, PunchKind.CONNECT))
-                # set before the answer, because the peer's dial may arrive before its signal
-                hosts = {one.host for one in addresses}
-                self._host.crossing.update(dict.fromkeys(hosts, peer_id))
-                await _send(stream, PunchKind.CONNECT, await self._own_addresses())
-                await _receive(stream, PunchKind.SYNC)
-            has_worked = await self._punch(peer_id, addresses, is_client=True)
-        finally:
-            for host in hosts:
-                if self._host.crossing.get(host) == peer_id:
-                    del self._host.crossing[host]
-            self._punches.end(peer_id, self._clock.monotonic_s(), has_worked=has_worked)
+        hosts = set[str]()
+        with self._awaiting(peer_id) as connected:
+            try:
+                async with asyncio.timeout(_EXCHANGE_S):
+                    addresses = self._named(peer_id, await _receive(stream, PunchKind.CONNECT))
+                    # set before the answer, because the peer's dial may arrive before its signal
+                    hosts = {one.host for one in addresses}
+                    self._host.crossing.update(dict.fromkeys(hosts, peer_id))
+                    await _send(stream, PunchKind.CONNECT, await self._own_addresses())
+                    await _receive(stream, PunchKind.SYNC)
+                await self._punch(peer_id, addresses, connected, is_client=True)
+            finally:
+                for host in hosts:
+                    if self._host.crossing.get(host) == peer_id:
+                        del self._host.crossing[host]
+                self._punches.end(peer_id, self._clock.monotonic_s(), has_worked=connected.is_set())
 
     def _named(self, peer_id: PeerId, message: HolePunch) -> list[Address]:
         """Return the named addresses of a peer at which it may be dialed: no private ones if the peer is in
@@ -207,22 +214,26 @@ class Punching:
                 found[address] = None
         return list(found)[:_ADDRESSES_MAX]
 
-    async def _punch(self, peer_id: PeerId, addresses: Sequence[Address], *, is_client: bool) -> bool:
-        """Dial a peer while it dials this one. Return whether there is a direct connection afterwards."""
+    @contextmanager
+    def _awaiting(self, peer_id: PeerId) -> Iterator[asyncio.Event]:
+        """Yield an event that is set once there is, or has been, a direct connection to a peer."""
         connected = self._awaited[peer_id] = asyncio.Event()
         if self._host.direct(peer_id) is not None:
             connected.set()
         try:
-            async with asyncio.TaskGroup() as group:
-                dialing = [
-                    group.create_task(self._dial(peer_id, one, is_client=is_client)) for one in addresses
-                ]
-                has_come = await wait_until_set(connected, DIAL_S)
-                for task in dialing:
-                    task.cancel()
-            return has_come
+            yield connected
         finally:
             del self._awaited[peer_id]
+
+    async def _punch(
+        self, peer_id: PeerId, addresses: Sequence[Address], connected: asyncio.Event, *, is_client: bool
+    ) -> None:
+        """Dial a peer while it dials this one, until they are `connected`."""
+        async with asyncio.TaskGroup() as group:
+            dialing = [group.create_task(self._dial(peer_id, one, is_client=is_client)) for one in addresses]
+            await wait_until_set(connected, DIAL_S)
+            for task in dialing:
+                task.cancel()
 
     async def _dial(self, peer_id: PeerId, address: Address, *, is_client: bool) -> None:
         while True:

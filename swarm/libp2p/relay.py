@@ -37,6 +37,7 @@ from swarm.net.logic.relay_counts import RelayCounts
 
 MESSAGE_S = 10.0  # timeout from opening a stream to its message
 OPEN_S = 10.0  # timeout for the target of a circuit to accept it
+EARLY_BYTES_MAX = 4096  # of the caller that its target gets with the offer of a circuit
 CIRCUIT_IDLE_S = 120.0  # idle limit of one direction; a connection inside the circuit pings more often
 
 
@@ -95,10 +96,14 @@ class RelayService:
             await self._refuse(stream, decision.status, f"a circuit was refused: {decision.reason}")
             return
         there = None
+        # A caller may send its first bytes without a wait for the circuit. The target gets them with the
+        # offer: a round trip between the two less. Later bytes wait until the target has agreed.
+        early = stream.take(EARLY_BYTES_MAX)
+        self.relay.pass_s(circuit, len(early), self._clock.monotonic_s())
         try:
             try:
                 async with asyncio.timeout(OPEN_S):
-                    there = await self.open_circuit(circuit)
+                    there = await self.open_circuit(circuit, early)
             except (NetworkError, PeerError, TimeoutError) as error:
                 reason = f"{circuit.target.short} took no circuit: {error}"
                 await self._refuse(stream, Status.CONNECTION_FAILED, reason)
@@ -115,9 +120,9 @@ class RelayService:
             if there is not None:
                 there.close()
 
-    async def open_circuit(self, circuit: Circuit) -> MuxedStream:
-        """Offer a circuit to its target, and return the stream to it. Raises PeerError when it refuses,
-        NetworkError when it is gone; the caller sets a time limit.
+    async def open_circuit(self, circuit: Circuit, early: bytes) -> MuxedStream:
+        """Offer a circuit to its target with the first bytes of its caller, and return the stream to the
+        target. Raises PeerError when it refuses, NetworkError when it is gone; the caller sets a time limit.
         """
         connection = self._kept.get(circuit.target)
         if connection is None or connection.ended:
@@ -127,6 +132,7 @@ class RelayService:
             await stream.write_message(
                 encode_stop(Stop(StopKind.CONNECT, peer=circuit.caller, limit=self._limit))
             )
+            await stream.write(early)
             answer = decode_stop(await stream.read_message(MESSAGE_BYTES_MAX))
             if answer.kind is not StopKind.STATUS or answer.status != Status.OK:
                 raise PeerError(f"it answered with status {answer.status}")

@@ -233,6 +233,29 @@ class Announcing:
             return None
         return bool(reply.reached)
 
+    async def given_in_vain(self) -> list[str]:
+        """Let other peers call the addresses that the user has given. Return a sentence for each at which
+        they do not reach this peer; none where nobody of the internet can be asked.
+        """
+        candidates = self._candidates() if self._is_seen else []
+        found = []
+        for address in self._own.given if candidates else ():
+            place, scope = f"{address.host}:{address.port}", scope_of(address.host)
+            if scope is not None and scope < Scope.INTERNET:
+                found.append(f"peers of the internet do not dial {place}")
+                continue
+            asked = self._machine.choose(candidates)
+            async with asyncio.TaskGroup() as group:
+                asking = [group.create_task(self._ask(contact, address.port)) for contact in asked]
+            # they call the address that they see; another one of this machine cannot be tried
+            answers = [
+                one[0] for task in asking if (one := task.result()) and one[0].observed == address.host
+            ]
+            if answers and not any(one.reached for one in answers):
+                names = ", ".join(one.peer.short for one in answers[:_NAMES_MAX])
+                found.append(f"{names} called {place} in vain")
+        return found
+
     async def close(self) -> None:
         """Give a forwarded port back to the router."""
         async with asyncio.TaskGroup() as group:
@@ -322,7 +345,7 @@ class Announcing:
                 await self._relay_mapping.open()
         asked = self._machine.choose(candidates)
         async with asyncio.TaskGroup() as group:
-            asking = [group.create_task(self._ask(contact)) for contact in asked]
+            asking = [group.create_task(self._ask(contact, self._machine.port)) for contact in asked]
         self._was_asked = True
         found = [one for task in asking if (one := task.result()) is not None]
         # A peer in the same network may be inside the same firewall, so its call would prove nothing.
@@ -330,11 +353,11 @@ class Announcing:
         answers = outside or [answer for answer, _ in found]
         self._machine.on_answers(answers, len(candidates), now_s())
 
-    async def _ask(self, contact: Contact) -> tuple[DialedBack, str] | None:
-        """Return a peer's answer, and the IP address from which it called. Return None when there is no
-        answer, or when it claims a call that did not arrive.
+    async def _ask(self, contact: Contact, port: int) -> tuple[DialedBack, str] | None:
+        """Let a peer call this one at this port. Return its answer, and the IP address from which it called;
+        None when there is no answer, or when it claims a call that did not arrive.
         """
-        request = peer_pb2.DialBackRequest(port=self._machine.port)
+        request = peer_pb2.DialBackRequest(port=port)
         with self._surroundings.awaiting(contact.peer_id) as source:
             try:
                 reply = await self._channels.call(contact, DIAL_BACK, request, timeout_s=_ASK_S)

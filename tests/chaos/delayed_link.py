@@ -29,7 +29,7 @@ def tun(name: str) -> int:
 
 def carry(one: int, two: int, delay_s: float) -> None:
     """Carry packets both ways forever."""
-    selector = selectors.DefaultSelector()
+    selector = selectors.SelectSelector()  # epoll and poll would round times up to whole milliseconds
     other = {one: two, two: one}
     # packets in transit, by the device at which they arrive
     under_way: dict[int, deque[tuple[float, bytes]]] = {one: deque(), two: deque()}

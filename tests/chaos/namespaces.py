@@ -316,6 +316,11 @@ class Internet:
             rate = ("rate", f"{mbit}mbit", "burst", "32kbit", "latency", "100ms")
             _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *rate)
 
+    def received_bytes(self, name: str) -> int:
+        """Return the number of bytes that a host with a public address has received."""
+        file = "/sys/class/net/out/statistics/rx_bytes"
+        return int(subprocess.run([*self.inside(name), "cat", file], capture_output=True, check=True).stdout)
+
     def unplug(self, name: str) -> None:
         """Cut the cable of a host with a public address: packets to it are lost silently."""
         _run("ip", "-n", self._core, "link", "set", self._links[name], "down")

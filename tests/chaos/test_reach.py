@@ -369,6 +369,31 @@ def test_the_doctor_says_what_the_router_would_have_to_forward(internet: Interne
     assert examined.wait("result", lambda event: event["event"] == "doctor")["can_volunteer"] is True
 
 
+@pytest.mark.parametrize(
+    ("port", "announced", "said"),
+    [
+        (4000, "{router}:4000", "it announces {router}:4000"),
+        (4100, "{router}:4100", "it announces {router}:4100, but {peer} called {router}:4100 in vain"),
+        (4000, "192.168.1.2:4000", "but peers of the internet do not dial 192.168.1.2:4000"),
+    ],
+)
+def test_the_doctor_lets_others_call_the_addresses_that_the_user_has_given(
+    port: int, announced: str, said: str, internet: Internet
+) -> None:
+    one_public_and_two_behind_routers(internet)
+    internet.forward("a", 4000)
+    address = address_of(internet.start("r", "-c", NODE, "0.0.0.0:4000"))
+    names = {"router": internet.routers["a"], "peer": address[-8:]}
+    where = ("--listen", f"0.0.0.0:{port}", "--announce", announced.format(**names))
+    examined = internet.start("a", "-m", "swarm.cli", "doctor", address, *where, "--json")
+    reach = examined.wait("finding", lambda event: event.get("subject") == "reach")
+    is_reached = "but" not in said
+    assert (reach["state"], said.format(**names) in reach["text"]) == ("good" if is_reached else "bad", True)
+    assert is_reached is ("in vain" not in reach["text"] and "do not dial" not in reach["text"])
+    result = examined.wait("result", lambda event: event["event"] == "doctor")
+    assert result["can_volunteer"] is is_reached
+
+
 @pytest.mark.parametrize("kind", ["preserving", "symmetric"])
 def test_the_doctor_says_relays_with_their_latency_kind_of_nat_speed_and_what_to_forward(
     kind: RouterKind, internet: Internet

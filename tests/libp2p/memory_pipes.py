@@ -8,9 +8,12 @@ from swarm.core.errors import NetworkError
 
 
 class MemoryPipe:
-    """One end (`Pipe`). `frozen`: it takes no bytes any more, and its writers wait."""
+    """One end (`Pipe`). `frozen`: it takes no bytes any more, and its writers wait. `delay_s`: time that the
+    bytes written at this end take.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, delay_s: float = 0.0) -> None:
+        self.delay_s = delay_s
         self.other: MemoryPipe = self
         self.arrived = bytearray()
         self.closed = False
@@ -32,8 +35,16 @@ class MemoryPipe:
             await other._changed.wait_for(lambda: not other.frozen or self.closed)
             if self.closed:
                 raise NetworkError("the connection has ended")
-            other.arrived += data
-            other._changed.notify_all()
+        if self.delay_s:
+            loop = asyncio.get_running_loop()
+            loop.call_later(self.delay_s, lambda: loop.create_task(other._arrive(data)))
+        else:
+            await other._arrive(data)
+
+    async def _arrive(self, data: bytes) -> None:
+        async with self._changed:
+            self.arrived += data
+            self._changed.notify_all()
 
     def close(self) -> None:
         for end in (self, self.other):
@@ -45,8 +56,8 @@ class MemoryPipe:
             self._changed.notify_all()
 
 
-def memory_pipes() -> tuple[MemoryPipe, MemoryPipe]:
-    """Return the two ends of a pipe."""
-    one, two = MemoryPipe(), MemoryPipe()
+def memory_pipes(delay_s: float = 0.0) -> tuple[MemoryPipe, MemoryPipe]:
+    """Return the two ends of a pipe, in which bytes take this time."""
+    one, two = MemoryPipe(delay_s), MemoryPipe(delay_s)
     one.other, two.other = two, one
     return one, two

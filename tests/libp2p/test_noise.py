@@ -69,6 +69,8 @@ def test_both_ends_know_each_other_after_the_handshake_and_read_what_was_sent() 
         one, two = Noise(Identity.generate()), Noise(Identity.generate())
         client, server = await secured(one, two, memory_pipes())
         assert (client.peer_id, server.peer_id) == (two.peer_id, one.peer_id)
+        assert client.uses_yamux
+        assert server.uses_yamux
         await client.write(b"x" * 200_000)
         assert await server.read_exactly(199_999) == b"x" * 199_999
         assert await server.read() == b"x"

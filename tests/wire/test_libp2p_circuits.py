@@ -16,7 +16,7 @@ from swarm.core.identity import Identity
 from swarm.core.ids import Contact
 from swarm.libp2p import relay as relay_module
 from swarm.libp2p.basics import identify, ping
-from swarm.libp2p.circuits import RELAY_PING_S, RELAY_SILENT_S, Circuits
+from swarm.libp2p.circuits import RELAY_PING_S, RELAY_SILENT_S, Circuits, granted
 from swarm.libp2p.connection import MuxedStream, PeerConnection
 from swarm.libp2p.host import Host
 from swarm.libp2p.logic.messages import (
@@ -294,7 +294,7 @@ def test_circuits_over_circuits_are_refused() -> None:
         connection = await caller.connect(inner.peer_id, [outer])
         assert connection.relay == outer.peer_id
         with pytest.raises(PeerError, match=f"does not speak {HOP_PROTOCOL}"):
-            await caller.question(connection, Hop(HopKind.CONNECT, peer=hidden.peer_id))
+            await granted(await caller.request(connection, Hop(HopKind.CONNECT, peer=hidden.peer_id)))
         with pytest.raises(PeerError, match=f"does not speak {STOP_PROTOCOL}"):
             await (await connection.open(STOP_PROTOCOL)).read()
         assert HOP_PROTOCOL not in (await identify(connection)).protocols
@@ -318,19 +318,28 @@ def test_a_circuit_that_nobody_reserved_is_refused_by_its_target() -> None:
 
 def test_a_relay_that_names_a_false_caller_is_detected() -> None:
     async def test(scene: Scene) -> None:
-        relay, service = await scene.relay()
-        hidden, caller = await scene.hidden(relay), await scene.caller()
+        (relay, service), (second, _) = await scene.relay(), await scene.relay()
+        hidden = await scene.hidden(relay, second)
+        caller, caller_host = await scene.caller(), scene.hosts[-1]
         liar = Identity.generate().peer_id
         honest = service.open_circuit
 
-        async def lying(circuit: Circuit) -> MuxedStream:
+        async def lying(circuit: Circuit, early: bytes) -> MuxedStream:
             circuit.caller = liar
-            return await honest(circuit)
+            return await honest(circuit, early)
 
         service.open_circuit = lying
-        with pytest.raises(NetworkError):
-            await caller.connect(hidden.peer_id, [relay])
+        connection = await caller.connect(hidden.peer_id, [relay, second])
+        with pytest.raises(NetworkError, match="has ended"):
+            await (await connection.open("/echo")).read()
+        await until(lambda: bool(caller_host.faults))
         assert any("another peer is there" in one.what for one in hidden.host.faults)
+        assert [one.who for one in caller_host.faults] == [str(relay.peer_id)]
+        assert "took no circuit through it" in caller_host.faults[0].what
+        # from then on the other relay is asked first
+        again = await caller.connect(hidden.peer_id, [relay, second])
+        assert again.relay == second.peer_id
+        assert await echoed(again, b"taken") == b"taken"
 
     run(test)
 
@@ -342,9 +351,9 @@ def test_a_relay_that_brings_another_target_or_changes_bytes_is_found_out() -> N
         caller = await scene.caller()
         honest = service.open_circuit
 
-        async def swapped(circuit: Circuit) -> MuxedStream:
+        async def swapped(circuit: Circuit, early: bytes) -> MuxedStream:
             circuit.target = other.peer_id
-            return await honest(circuit)
+            return await honest(circuit, early)
 
         service.open_circuit = swapped
         service.relay.end = lambda circuit: None
@@ -353,6 +362,8 @@ def test_a_relay_that_brings_another_target_or_changes_bytes_is_found_out() -> N
         service.open_circuit = honest
         connection = await caller.connect(hidden.peer_id, [relay])
         stream = await connection.open("/echo")
+        await stream.write(b"whole")
+        assert await stream.read_exactly(5) == b"whole"
         writes = MuxedStream.write
 
         async def corrupt(self: MuxedStream, data: bytes) -> None:

@@ -228,6 +228,7 @@ def test_places_are_free_again_when_no_task_could_begin() -> None:
     async def test(hosts: HostScene) -> None:
         callee, caller = await hosts.host(), await hosts.host()
         connection = await caller.connect(callee.peer_id, callee.announced)
+        await until(lambda: not any("handshake" in name for name in callee.supervisor.running))
         over = asyncio.Event()
 
         async def wait() -> None:

@@ -15,7 +15,8 @@ from swarm.core.identity import Identity
 from swarm.core.ids import Address, Contact
 from swarm.libp2p.connection import MuxedStream
 from swarm.libp2p.host import Host
-from swarm.libp2p.logic.kad import KAD_PROTOCOL, MESSAGE_BYTES_MAX, KadKind
+from swarm.libp2p.kad import KadClient
+from swarm.libp2p.logic.kad import KAD_PROTOCOL, MESSAGE_BYTES_MAX, KadKind, encode_question, run_key
 from swarm.libp2p.logic.messages import fields
 from swarm.node import Node
 from swarm.runtime.thread import NetworkThread
@@ -75,6 +76,23 @@ def test_a_node_is_found_by_the_name_and_the_id_of_its_run(server: DhtServer) ->
         entry = given_entry(["/ip4/x"], "bytelm", None, [server.contact])
         assert entry is not None
         assert entry.bootstrap == ("/ip4/x", *node.addresses)
+
+
+def test_each_search_asks_the_servers_and_returns_what_they_hold_then(server: DhtServer) -> None:
+    key = run_key("bytelm")  # trap 9
+
+    async def search() -> None:
+        host = Host(Identity.generate())
+        await host.start()
+        client = KadClient(host, list)
+        for port in (4000, 4001):
+            provider = Contact(Identity.generate().peer_id, (Address("203.0.113.7", port),))
+            message = dict(fields(encode_question(KadKind.ADD_PROVIDER, key, provider)))
+            server.records[key] = [bytes(message[9])]
+            assert await client.providers(key, [server.contact]) == [provider]
+        await host.close()
+
+    server.network.run(search(), 20.0)
 
 
 def test_a_server_that_does_not_answer_is_named_in_a_sentence(server: DhtServer) -> None:

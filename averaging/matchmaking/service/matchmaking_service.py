@@ -66,7 +66,7 @@ _TIMER_MARGIN_S = 1e-6
 # follower's
 _ANSWER_SLACK_S = 1.0
 # times as long as a peer with an address may take to answer one that is called through relays: the first call
-# takes six round trips of the way over the relay, and more handshakes. Too small: peers that are far from
+# takes four round trips of the way over the relay, and more handshakes. Too small: peers that are far from
 # their relay, or many that connect at once, never answer; too large: a group waits for one that is gone
 _RELAYED_TIMES = 4.0
 
