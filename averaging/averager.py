@@ -397,6 +397,7 @@ class Averager:
             grid_rounds=history.grid_rounds if history is not None else 0,
             new_hour=history is not None and history.new_hour,
             gone=history.gone if history is not None else 0,
+            samples=history.samples if history is not None else 0,
         )
 
     def _reserve(self, pending: PendingRound) -> None:

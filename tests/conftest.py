@@ -41,6 +41,12 @@ def log_levels() -> Iterator[None]:
     assert after == before, "use caplog.set_level"
 
 
+@pytest.fixture(autouse=True)
+def quick_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No work counts as long, however busy the machine is: tests compare what commands print."""
+    monkeypatch.setattr("swarm.core.working.SHOWN_AFTER_S", 1e6)
+
+
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a folder of the test that this process and its children use as SWARM_HOME."""

@@ -67,7 +67,9 @@ class Totals:
         by_peer = dict(self.by_peer)
         for peer, samples in credits.items():
             before = by_peer.get(peer, Credit())
-            by_peer[peer] = Credit(before.samples + samples, before.rounds + 1)
+            by_peer[peer] = Credit(
+                samples=min(before.samples + samples, _COUNT_MAX), rounds=min(before.rounds + 1, _COUNT_MAX)
+            )
         if len(by_peer) > PEERS_MAX:  # one pass for all: this runs on the network thread
             for peer in heapq.nsmallest(
                 len(by_peer) - PEERS_MAX, by_peer, key=lambda peer: (by_peer[peer].samples, peer.public_key)

@@ -32,6 +32,7 @@ class RoundLineage:
     # determines whose votes count
     extends: bool = True
     seats: int = 0  # peers that are expected in the electors' cell, where the round is held; 0: it is not
+    samples: int = 0  # of this peer in the epoch, in a round of the electors' cell
     grid_rounds: int = 1  # rounds of the next epoch, by this peer's view of the swarm
     peers: int = 0  # in the swarm, as far as this one knows; 0: unknown
     # Given the contributors of a group, it returns why that group cannot commit, or "".

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from averaging.history.certificate import Certificate, RoundKind
+from averaging.history.certificate import SAMPLES_MAX, Certificate, RoundKind
 from averaging.optim.background_round import CANCEL_S_MAX, CHECK_INTERVAL_S, RoundPlan
 from averaging.optim.history import RunHistory
 from averaging.result import PendingRound, RoundFailure, RoundResult
@@ -212,5 +212,6 @@ class GridRound:
         seats = history.seats() if plan.weight > 0.0 else 0
         if seats and self._pending is None and now_s >= self._retry_s:
             key = history.round_key(plan.epoch, _PART)
+            samples = min(int(plan.weight), SAMPLES_MAX)  # `_weight` is that of the cells
             lineage = history.round(plan.kind, plan.epoch_after, key, seats=seats)
-            self._pending = plan.step(lineage, self._weight, self._gather)
+            self._pending = plan.step(replace(lineage, samples=samples), self._weight, self._gather)

@@ -41,13 +41,15 @@ def _run(arguments: Sequence[str] | None) -> int:
     import click
 
     from swarm.cli.commands import swarm
+    from swarm.cli.render import shown_work
     from swarm.cli.render.output import report_error
     from swarm.core.errors import SwarmError, UsageError
 
     _set_up_logging()
     asked = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = swarm.main(args=asked, prog_name="swarm", standalone_mode=False)
+        with shown_work(asked):
+            code = swarm.main(args=asked, prog_name="swarm", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         return USAGE

@@ -18,6 +18,7 @@ from swarm.cli.paths import control_folder, default_identity, specifications_fol
 from swarm.cli.render import print_result
 from swarm.core.errors import NotInvited, SwarmError
 from swarm.core.identity import Identity
+from swarm.core.working import working
 from swarm.run.entering import find_run, refusal, wait_for_answer
 
 if TYPE_CHECKING:
@@ -184,15 +185,17 @@ def tell_members(node: Node, directory: RunDirectory, signed: SignedSpecificatio
     from swarm.run.grid import GridSpecification
     from swarm.run.grid_entry import read_servers
 
-    node.network.run(directory.publish(signed), 30.0)
-    node.network.run(directory.save(signed), 10.0)
+    with working("publishing the change"):
+        node.network.run(directory.publish(signed), 30.0)
+        node.network.run(directory.save(signed), 10.0)
     reading = (
         read_servers(node.dht.service, signed.grid)
         if isinstance(signed.specification, GridSpecification)
         else read_members(node.dht.service, signed.run_id, node.clock)
     )
-    contacts = node.network.run(reading, 12.0)
-    versions = node.network.run(send_version(node.channels, signed, contacts), 30.0)
+    with working("telling the members"):
+        contacts = node.network.run(reading, 12.0)
+        versions = node.network.run(send_version(node.channels, signed, contacts), 30.0)
     return len(contacts), sum(version >= signed.version for version in versions.values())
 
 

@@ -58,7 +58,13 @@ def dashboard(run: str, addresses: tuple[str, ...], identity: str | None, once: 
     """
     from swarm.monitor.watching import Watch, WatchConfig
 
-    owner = Identity.read(Path(identity).expanduser() if identity else default_identity())
+    file = Path(identity).expanduser() if identity else default_identity()
+    if identity is None and not file.exists():
+        raise UsageError(
+            f"the dashboard is for the owner of a run, and this user owns none: there is no {file}. Name the "
+            "owner's identity with --identity, or watch the run with `swarm monitor`"
+        )
+    owner = Identity.read(file)
     own = Identity.generate()
     entries = tuple(owners_entries(run, addresses, owner, own.peer_id))
     is_live = not (once or as_json) and is_terminal(sys.stdout)

@@ -14,12 +14,14 @@ import click
 
 import swarm
 from swarm.cli import options
+from swarm.cli.finding import given_entry
 from swarm.cli.identity import open_entry_identity
 from swarm.cli.invite import contacts_of
 from swarm.cli.render import print_result
 from swarm.core.errors import SwarmError
 from swarm.core.ids import Contact
 from swarm.core.wording import size
+from swarm.core.working import working
 from swarm.net.logic.nat import NatKind
 from swarm.run.entering import enter
 
@@ -73,7 +75,8 @@ def doctor(
     """Find out whether this machine can volunteer: software, memory and GPU, clock, how others reach it,
     relays, kind of NAT, and how fast bytes go to the peers that you name.
 
-    ADDRESS is a peer of the swarm, or an invite; without it the network is not tried. Give the options that
+    ADDRESS is a peer of the swarm, RUN a run that this machine remembers; without any the network is not
+    tried. Give the options that
     you would give to `swarm join`. The exit status is 1 when this machine cannot volunteer.
 
     \b
@@ -82,6 +85,9 @@ def doctor(
       swarm doctor /ip4/203.0.113.7/tcp/4000/p2p/12D3KooW...
       swarm doctor swarm1... --listen 0.0.0.0:4000 --json
     """
+    entry = given_entry(addresses, None, identity, ())
+    if entry is not None:
+        addresses, identity = entry.bootstrap, entry.identity
     where = options.listen_at(listen, announce, contacts_of(addresses))
     states: list[State] = []
     for finding in _examine(addresses, identity, where, announce):
@@ -122,19 +128,22 @@ def _examine_network(node: Node, addresses: tuple[str, ...], listen: str | None)
     except SwarmError as error:
         yield Diagnosis("network", "bad", str(error))
         return
-    while node.reach == "unknown" and time.monotonic() - began_s < _VERDICT_S:
-        time.sleep(_POLL_S)
-    while node.reach == "hidden" and not said and time.monotonic() - began_s < _VERDICT_S + _RELAYS_S:
-        time.sleep(_POLL_S)
+    with working("asking peers whether they can call this machine"):
+        while node.reach == "unknown" and time.monotonic() - began_s < _VERDICT_S:
+            time.sleep(_POLL_S)
+    with working("waiting for a relay"):
+        while node.reach == "hidden" and not said and time.monotonic() - began_s < _VERDICT_S + _RELAYS_S:
+            time.sleep(_POLL_S)
     yield Diagnosis("network", "good", _peers(node))
     problem = node.dht.clock_problem
     yield Diagnosis("clock", "note" if problem else "good", problem or "it agrees with its peers' clocks")
     yield _reach(node, listen, said[-1] if said else "")
     relays = node.relays()
     until_s = time.monotonic() + _SECOND_RELAY_S
-    while relays and node.nat(relays) == "unknown" and time.monotonic() < until_s:
-        time.sleep(_POLL_S)
-        relays = node.relays()
+    with working("finding out the kind of NAT"):
+        while relays and node.nat(relays) == "unknown" and time.monotonic() < until_s:
+            time.sleep(_POLL_S)
+            relays = node.relays()
     yield _relays(node, relays)
     if listen is not None:
         yield Diagnosis("NAT", "good", _NATS[node.nat(relays)])
@@ -149,7 +158,9 @@ def _software() -> str:
 
 def _machine() -> Diagnosis:
     import psutil
-    import torch
+
+    with working("loading torch"):
+        import torch
 
     memory = psutil.virtual_memory()
     host = f"{os.cpu_count()} cores, {size(memory.available)} of {size(memory.total)} of memory free"
@@ -177,7 +188,8 @@ def _throughput(node: Node, named: Sequence[Contact]) -> Diagnosis:
     shown = []
     for contact in named[:_MEASURED_MAX]:
         try:
-            rates = node.throughput(contact)
+            with working(f"measuring the speed to {contact.peer_id.short}"):
+                rates = node.throughput(contact)
         except SwarmError as error:
             shown.append(f"{contact.peer_id} was not measured: {error}")
         else:

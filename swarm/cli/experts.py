@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from swarm.cli import options
+from swarm.cli.finding import given_entry
 from swarm.cli.identity import open_entry_identity
 from swarm.cli.render import print_result
 from swarm.run.entering import enter
@@ -52,11 +53,13 @@ def experts(addresses: tuple[str, ...], pattern: str, timeout_s: float, as_json:
 
     if pattern != "*":
         ExpertPattern.parse(pattern)  # report a wrong pattern before any peer is called
+    entry = given_entry(addresses, None, None, ())
+    assert entry is not None
     with (
-        contextlib.closing(open_entry_identity(None, addresses)) as own,
-        Node(bootstrap=addresses, listen=None, identity=own) as node,
+        contextlib.closing(open_entry_identity(entry.identity, entry.bootstrap)) as own,
+        Node(bootstrap=entry.bootstrap, listen=None, identity=own) as node,
     ):
-        enter(node, addresses)
+        enter(node, entry.bootstrap)
         found = find_experts(node, pattern, timeout_s=timeout_s)
     fields = {"experts": [_fields(expert) for expert in found]}
     print_result("experts", fields, _table(found, pattern), as_json=as_json)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,9 +14,10 @@ from swarm.cli import options
 from swarm.cli.admin import RunAddress, temporary_node
 from swarm.cli.invite import stored_run
 from swarm.cli.paths import checkpoints_folder
-from swarm.cli.render import Output, Presentation, make_output, print_result
+from swarm.cli.render import Presentation, make_output, print_result
 from swarm.core.errors import UsageError
 from swarm.core.wording import size
+from swarm.core.working import Update, working
 from swarm.run.entering import find_run
 from swarm.run.events import Notice
 
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from swarm.node import Node
     from swarm.run.directory import RunDirectory
     from swarm.run.signed import SignedSpecification
-
-_PROGRESS_S = 1.0  # between two lines
 
 
 @click.command(context_settings=options.CONTEXT)
@@ -154,7 +152,8 @@ def _export_grid(node: Node, signed: SignedSpecification, choices: _Choices) -> 
             if given is None:
                 continue
             path = given.expanduser()
-            found = write(node, signed, factory, path, _progress(shown))
+            with working("downloading experts") as update:
+                found = write(node, signed, factory, path, _counted(update))
             for text in found.warnings:
                 shown.emit(Notice(text=text))
             print_result(
@@ -172,18 +171,9 @@ def _export_grid(node: Node, signed: SignedSpecification, choices: _Choices) -> 
             )
 
 
-def _progress(shown: Output) -> Progress:
-    """Return a callback that prints now and then how many experts were downloaded."""
-    next_s = time.monotonic() + _PROGRESS_S
-
-    def show(done: int, total: int, name: str) -> None:
-        nonlocal next_s
-        now_s = time.monotonic()
-        if now_s >= next_s:
-            next_s = now_s + _PROGRESS_S
-            shown.emit(Notice(text=f"{done} of {total} experts were downloaded, {name} last"))
-
-    return show
+def _counted(update: Update) -> Progress:
+    """Return a callback that counts downloaded experts."""
+    return lambda done, total, name: update(done, total)
 
 
 def _newest_on_disk(run: str) -> tuple[SignedSpecification, Checkpoint]:

@@ -18,6 +18,7 @@ from swarm.cli.render.output import Output, Result
 from swarm.core.errors import NetworkError, UsageError
 from swarm.core.identity import Identity, IdentityInUse
 from swarm.core.ids import RUN_NAME, Contact
+from swarm.membership.capability import Role
 from swarm.membership.invite import Invite, is_invite
 from swarm.net.logic.lan import NearbyPeer, NearbyRun
 from swarm.run.events import Event, Notice
@@ -47,27 +48,35 @@ def is_run_name(text: str) -> bool:
 
 
 def given_entry(
-    given: Sequence[str], run: str | None, identity: str | None, servers: Sequence[Contact]
+    given: Sequence[str],
+    run: str | None,
+    identity: str | None,
+    servers: Sequence[Contact],
+    role: Role = "observe",
 ) -> RunEntry | None:
     """Return how to enter the run that the user gave: by addresses, an invite, or the name of a run. None if
     the user gave nothing.
 
     `run` chooses among several runs of a name. `identity` is the file of the invited identity, for an invited
-    run. `servers` are servers of libp2p's DHT. Raises UsageError if the run is ambiguous, and NetworkError if
+    run. `servers` are servers of libp2p's DHT. `role`: what the command does there; all peers may observe.
+    Raises UsageError if the run is ambiguous, and NetworkError if
     no server answers.
     """
     by_name = given[0] if len(given) == 1 and is_run_name(given[0]) else None
     found = _found_by_name(by_name or run, given, servers) if servers else []
     if by_name is not None:
-        return remembered_entry(by_name, run, identity, found)
+        return remembered_entry(by_name, run, identity, found, role)
     if not given and servers and run is not None:
-        return remembered_entry(run, None, identity, found)
+        return remembered_entry(run, None, identity, found, role)
     return RunEntry((*given, *found), run, identity) if given else None
 
 
-def remembered_entry(name: str, run: str | None, identity: str | None, found: Sequence[str] = ()) -> RunEntry:
+def remembered_entry(
+    name: str, run: str | None, identity: str | None, found: Sequence[str] = (), role: Role = "train"
+) -> RunEntry:
     """Return how to enter a run by its name: through remembered peers, if this machine took part in it, and
-    through the found addresses. The other parameters are those of `given_entry`.
+    through the found addresses. For an invited run an identity with the `role` is chosen. The other
+    parameters are those of `given_entry`.
 
     Raises UsageError if no run matches, several match, or no peer of the run is known.
     """
@@ -95,7 +104,25 @@ def remembered_entry(name: str, run: str | None, identity: str | None, found: Se
         )
     if signed.specification.members == "open":
         return RunEntry(tuple(addresses), signed.full_name, identity)
-    return _invited_entry(signed, addresses, identity)
+    return _invited_entry(signed, addresses, identity, role)
+
+
+def remembered_addresses() -> list[str]:
+    """Return addresses of peers that this machine has met in open runs: its own volunteers, then the peers of
+    each run in turn, those seen last first.
+    """
+    from swarm.net.joining import REMEMBERED_MAX
+    from swarm.net.peerbook import reached_peers
+    from swarm.run.specification_store import SpecificationStore
+
+    store = SpecificationStore(specifications_folder())
+    ids = [one.run_id for one in store.all() if one.specification.members == "open"]
+    here = [one for one in Control(control_folder()).running() if one.run_id in ids]
+    met = [reached_peers(store.peers_file(run_id), REMEMBERED_MAX) for run_id in ids]
+    turns = [contact for turn in itertools.zip_longest(*met) for contact in turn if contact is not None]
+    found = [address for one in here for address in one.addresses[:1]]
+    found += [address for contact in turns for address in contact.multiaddrs]
+    return list(dict.fromkeys(found))[:REMEMBERED_MAX]
 
 
 def nearby_runs(output: Output, run: str | None, search: str = "") -> list[NearbyRun]:
@@ -211,7 +238,9 @@ def _stored(every: Iterable[SignedSpecification], name: str, run: str | None) ->
     return fitting[0] if fitting else None
 
 
-def _invited_entry(signed: SignedSpecification, addresses: Sequence[str], identity: str | None) -> RunEntry:
+def _invited_entry(
+    signed: SignedSpecification, addresses: Sequence[str], identity: str | None, role: Role = "train"
+) -> RunEntry:
     """Return how to enter an invited run again, with the stored capability of the chosen identity or of one
     that has entered the run before. Raises UsageError if there is no such capability.
     """
@@ -222,7 +251,7 @@ def _invited_entry(signed: SignedSpecification, addresses: Sequence[str], identi
     kept = [(user, Identity.read(user))] if identity != NEW and user.exists() else []
     for file, own in itertools.chain(kept, read_invited() if identity is None else ()):
         held = load_capability(specifications_folder(), signed.run_id, own.peer_id)
-        if not held or "train" not in held[-1].roles:
+        if not held or role not in (*held[-1].roles, "observe"):
             continue
         try:
             Identity.load(file).close()

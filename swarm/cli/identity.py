@@ -23,6 +23,7 @@ from swarm.core.errors import UsageError
 from swarm.core.files import set_aside
 from swarm.core.identity import DamagedIdentity, Identity, IdentityInUse
 from swarm.core.ids import PeerId
+from swarm.core.working import working
 from swarm.membership.capability import Role
 from swarm.membership.invite import Entrance, Invite
 
@@ -78,11 +79,15 @@ def identity(
             raise UsageError(
                 f"{path} exists, and no key is ever overwritten: choose another with --identity FILE"
             )
-        peer_id = str(Identity.restore(imported, path, _passphrase(passphrase_file)).peer_id)
+        secret = _passphrase(passphrase_file)
+        with working("decrypting the copy"):
+            peer_id = str(Identity.restore(imported, path, secret).peer_id)
     else:
         own = Identity.read(path)  # does not lock the file, which a running peer may use
         if exported is not None:
-            own.export(exported, _passphrase(passphrase_file, new=True))
+            secret = _passphrase(passphrase_file, new=True)
+            with working("encrypting the copy"):
+                own.export(exported, secret)
         peer_id = str(own.peer_id)
     print_result(
         "identity",

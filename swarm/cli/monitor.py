@@ -23,6 +23,7 @@ from swarm.cli.render import Output, output_kind
 from swarm.cli.render.output import JsonOutput, PlainOutput, is_terminal
 from swarm.cli.shutdown import Shutdown
 from swarm.core.errors import NetworkError, UsageError
+from swarm.core.working import working
 from swarm.run.entering import poll_running
 from swarm.run.events import Notice
 from swarm.run.limits import parse_duration_s
@@ -296,7 +297,9 @@ def _first_view(views: queue.Queue[MonitorView], shutdown: Shutdown) -> MonitorV
                 first.append(view)
         return bool(first) or shutdown.requested.is_set()
 
-    if not poll_running(poll, lambda: _FIRST_VIEW_S):
+    with working("waiting for the first reports of the run"):
+        is_seen = poll_running(poll, lambda: _FIRST_VIEW_S)
+    if not is_seen:
         raise NetworkError(
             f"no peer reported anything about the run within {_FIRST_VIEW_S:.0f} s: "
             "try again, or through another peer"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import typing
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -10,11 +11,13 @@ import click
 
 from swarm.core.device import DEVICE_NAMES, check_device_name
 from swarm.core.errors import UsageError
-from swarm.core.ids import Contact
+from swarm.core.ids import Contact, PeerId
 from swarm.core.presets import Preset
 
 Command = typing.TypeVar("Command", bound=Callable[..., typing.Any])
 
+# ports of identities, below those that systems give to connections (32768 on Linux)
+_PORT_FIRST, _PORTS = 24_000, 8_000
 _LOOPBACK = ("127.", "::1", "localhost")
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
@@ -99,8 +102,10 @@ optional_identity = click.option(
 
 
 def entries(*, required: bool) -> Callable[[Command], Command]:
-    """Return the argument `addresses`: addresses and invites with which a command enters a swarm."""
-    metavar = "ADDRESS..." if required else "[ADDRESS]..."
+    """Return the argument `addresses`: addresses and invites with which a command enters a swarm, or the name
+    of a run that this machine remembers (`given_entry`).
+    """
+    metavar = "ADDRESS|INVITE|RUN..." if required else "[ADDRESS|INVITE|RUN]..."
     return click.argument("addresses", metavar=metavar, nargs=-1, required=required)
 
 
@@ -154,6 +159,22 @@ def listen_at(listen: str | None, announce: Sequence[str], contacts: Iterable[Co
         return listen
     hosts = [address.host for contact in contacts for address in contact.addresses]
     return "127.0.0.1:0" if hosts and all(host.startswith(_LOOPBACK) for host in hosts) else "0.0.0.0:0"
+
+
+def own_port(listen: str | None, own: PeerId) -> str | None:
+    """Return where to listen, with the port that this identity always gets if the user named none and it is
+    free: addresses in invites stay true when the command is started again.
+    """
+    if listen not in ("0.0.0.0:0", "127.0.0.1:0"):
+        return listen
+    host, port = listen.removesuffix(":0"), _PORT_FIRST + int.from_bytes(own.public_key[:4]) % _PORTS
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return listen
+    return f"{host}:{port}"
 
 
 def parse_host_port(text: str, option: str) -> tuple[str, int]:

@@ -1,11 +1,13 @@
 """`swarm runs`: list runs and their requirements: those of a swarm, or those that this machine remembers and
-those on the local network.
+those in the catalogue of the peers that it has met; and those on the local network.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +18,16 @@ from swarm.cli.control import Control
 from swarm.cli.identity import open_entry_identity
 from swarm.cli.paths import contributions_file, control_folder, specifications_folder
 from swarm.cli.render import Output, make_output
-from swarm.cli.render.output import JsonOutput, Presentation, Result
+from swarm.cli.render.output import Presentation, Result
 from swarm.cli.render.volunteer import given
 from swarm.core.errors import SwarmError
 from swarm.core.wording import size
+from swarm.core.working import Update, working
 from swarm.run.contributions import ContributionLog, Given
 from swarm.run.events import Notice
 
 if TYPE_CHECKING:
+    from swarm.cli.finding import RunEntry
     from swarm.core.ids import Contact
     from swarm.node import Node
     from swarm.run.directory import RunDirectory, RunListing
@@ -46,33 +50,38 @@ _AT_ONCE = 8
 @click.option("--no-lan", is_flag=True, help="Do not look on the local network.")
 @options.as_json
 def runs(addresses: tuple[str, ...], search: str, no_lan: bool, as_json: bool) -> int:
-    """List the runs of the swarm at ADDRESS: task, size, volunteers, pace, what they ask for, and who may
-    join. Open runs come from the catalogue of the swarm.
+    """List the runs of the swarm at ADDRESS, or of that of a RUN that this machine remembers: task, size,
+    volunteers, pace, what they ask for, and who may join. Open runs come from the catalogue of the swarm.
 
-    Without ADDRESS, the command lists the runs in which this machine took part, with what it gave to them.
-    The runs that others on the local network train follow in both cases.
+    Without either, the command lists the runs in which this machine took part, with what it gave to them,
+    and then those in the catalogue of the peers that it met there. The runs that others on the local network
+    train follow in both cases.
 
     \b
     Examples:
       swarm runs
+      swarm runs --search language
       swarm runs /ip4/203.0.113.7/tcp/4000/tls/http/p2p/12D3KooW...
       swarm runs ADDRESS --search language --json
     """
-    with make_output(Presentation(), as_json=as_json) as output:
-        if addresses:
-            _list_swarm(output, addresses, search)
-        else:
-            _list_remembered(output, search)
-        if not no_lan:
-            from swarm.cli.finding import nearby_runs
+    from swarm.cli.finding import RunEntry, given_entry, nearby_runs, remembered_addresses
 
-            if not nearby_runs(output, None, search):
-                output.emit(Notice(text="no run was found on the local network"))
+    with make_output(Presentation(), as_json=as_json) as output:
+        entry = given_entry(addresses, None, None, ())
+        if entry is not None:
+            _list_swarm(output, entry, search)
+        else:
+            known = _list_remembered(output, search)
+            _list_catalogue(output, RunEntry(tuple(remembered_addresses()), None, None), search, known)
+        if not no_lan and not nearby_runs(output, None, search):
+            output.emit(Notice(text="no run was found on the local network"))
     return 0
 
 
-def _list_remembered(output: Output, search: str) -> None:
-    """Show the runs whose specification this machine keeps, and what it gave to them."""
+def _list_remembered(output: Output, search: str) -> set[str]:
+    """Show the runs whose specification this machine keeps, and what it gave to them. Return their full
+    names.
+    """
     from swarm.run.specification_store import SpecificationStore
 
     live = {one.run_id: one.pid for one in Control(control_folder()).running()}
@@ -84,8 +93,9 @@ def _list_remembered(output: Output, search: str) -> None:
     kept = {
         one.full_name: one for one in SpecificationStore(specifications_folder()).all() if not one.is_grid
     }
+    names = [*gave, *(name for name in sorted(kept) if name not in gave)]
     shown = 0
-    for name in [*gave, *(name for name in sorted(kept) if name not in gave)]:
+    for name in names:
         signed, sums = kept.get(name), gave.get(name, Given())
         summary = _summary(signed) if signed is not None else ""
         if not _fits(search, name, summary):
@@ -103,23 +113,36 @@ def _list_remembered(output: Output, search: str) -> None:
         output.emit(
             Notice(text="this machine remembers no run" + (f" that fits {search!r}" if search else ""))
         )
+    return set(names)
 
 
-def _list_swarm(output: Output, addresses: tuple[str, ...], search: str) -> None:
-    """Show the runs that the swarm at these addresses lists."""
-    from swarm.node import Node
-    from swarm.run.directory import RunDirectory
-    from swarm.run.entering import enter
+def _list_catalogue(output: Output, entry: RunEntry, search: str, known: set[str]) -> None:
+    """Show the runs that remembered peers list, but for those that this machine remembers."""
+    if not entry.bootstrap:
+        output.emit(
+            Notice(text="this machine remembers no peer of an open run: pass an ADDRESS to see its catalogue")
+        )
+        return
+    try:
+        found = [one for one in _read_swarm(entry) if one.listing.full_name not in known]
+    except SwarmError as error:
+        output.emit(Notice(text=f"the catalogue was not read: {error}"))
+        return
+    if not _emit(output, found, search):
+        fit = f" that fits {search!r}" if search else ""
+        output.emit(
+            Notice(text=f"the catalogue of the peers that this machine knows has no further run{fit}")
+        )
 
-    with (
-        contextlib.closing(open_entry_identity(None, addresses)) as own,
-        Node(bootstrap=addresses, listen=None, identity=own) as node,
-    ):
-        enter(node, addresses)
-        directory = RunDirectory(node.dht.service, node.peer_id, clock=node.clock)
-        if not isinstance(output, JsonOutput):
-            output.emit(Notice(text="reading the catalogue, and the runs that it lists"))
-        found = node.network.run(_read(node, directory), RUNS_MAX * _READ_S)
+
+def _list_swarm(output: Output, entry: RunEntry, search: str) -> None:
+    """Show the runs that the swarm lists to which this is an entry."""
+    if not _emit(output, _read_swarm(entry), search):
+        output.emit(Notice(text="this swarm lists no run" + (f" that fits {search!r}" if search else "")))
+
+
+def _emit(output: Output, found: Sequence[_FoundRun], search: str) -> bool:
+    """Show the runs that fit, those with most volunteers first. Return whether there are any."""
     fitting = [
         one
         for one in found
@@ -127,8 +150,23 @@ def _list_swarm(output: Output, addresses: tuple[str, ...], search: str) -> None
     ]
     for one in sorted(fitting, key=_FoundRun.rank):
         output.emit(Result(name="run", fields=one.fields(), text=one.text()))
-    if not fitting:
-        output.emit(Notice(text="this swarm lists no run" + (f" that fits {search!r}" if search else "")))
+    return bool(fitting)
+
+
+def _read_swarm(entry: RunEntry) -> list[_FoundRun]:
+    """Return the runs that a swarm lists. Raise NetworkError if nobody answers there."""
+    from swarm.node import Node
+    from swarm.run.directory import RunDirectory
+    from swarm.run.entering import enter
+
+    with (
+        contextlib.closing(open_entry_identity(entry.identity, entry.bootstrap)) as own,
+        Node(bootstrap=entry.bootstrap, listen=None, identity=own) as node,
+    ):
+        enter(node, entry.bootstrap)
+        directory = RunDirectory(node.dht.service, node.peer_id, clock=node.clock)
+        with working("reading the catalogue") as update:
+            return node.network.run(_read(node, directory, update), RUNS_MAX * _READ_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,14 +236,21 @@ async def _listings(node: Node, directory: RunDirectory) -> list[RunListing]:
     return list(dict.fromkeys([*found, *await directory.listings()]))
 
 
-async def _read(node: Node, directory: RunDirectory) -> list[_FoundRun]:
-    """Read the specifications and the progress of the listed runs, some at a time."""
+async def _read(node: Node, directory: RunDirectory, update: Update) -> list[_FoundRun]:
+    """Read the specifications and the progress of the listed runs, some at a time. `update` is told how many
+    were read.
+    """
     from swarm.run.estimate import estimate_run
 
     listings, loop = await _listings(node, directory), asyncio.get_running_loop()
-    places = asyncio.Semaphore(_AT_ONCE)
+    places, done = asyncio.Semaphore(_AT_ONCE), itertools.count(1)
 
     async def read(listing: RunListing) -> _FoundRun:
+        found = await read_one(listing)
+        update(next(done), len(listings[:RUNS_MAX]))
+        return found
+
+    async def read_one(listing: RunListing) -> _FoundRun:
         async with places:
             try:
                 async with asyncio.timeout(_READ_S):

@@ -20,6 +20,7 @@ from swarm.cli.shutdown import Shutdown
 from swarm.core.device import check_device_present
 from swarm.core.errors import SwarmError, UsageError
 from swarm.core.identity import Identity
+from swarm.core.working import working
 from swarm.membership.invite import is_invite
 from swarm.run.entering import enter, find_run
 from swarm.run.events import Event, Listening, Notice, RunChanged
@@ -42,7 +43,7 @@ _CREATE_S_MAX = 60.0  # for reading and publishing a specification, including re
 
 
 @click.command(context_settings=options.CONTEXT)
-@click.argument("addresses", metavar="[GRID.toml] [ADDRESS|INVITE]...", nargs=-1)
+@click.argument("addresses", metavar="[GRID.toml] [ADDRESS|INVITE|GRID]...", nargs=-1)
 @click.option(
     "--grid",
     metavar="NAME",
@@ -183,11 +184,12 @@ def serve(context: click.Context, /, **given: Any) -> int:
     """Host experts: layers that other peers call forward and backward, and that learn from these calls.
 
     GRID.toml, or --experts with the options for its experts, creates a grid: its signed specification says
-    what every server of it hosts. In a swarm that has a grid, ADDRESS is enough; an option that contradicts
-    the grid is refused. Without an ADDRESS, a new swarm begins. Peers train and host experts with an invite,
-    which this command prints; without one they may only call them. Experts that several servers host are
-    replicas: a server that joins takes over their state, callers use any of them, and their parameters are
-    averaged. Ctrl-C finishes the requests that are being computed and withdraws the experts.
+    what every server of it hosts. In a swarm that has a grid, ADDRESS is enough, and the name of a GRID that
+    this machine has hosted; an option that contradicts the grid is refused. Without them a new swarm begins.
+    Peers train and host experts with an invite, which this command prints; without one they may only call
+    them. Experts that several servers host are replicas: a server that joins takes over their state, callers
+    use any of them, and their parameters are averaged. Ctrl-C finishes the requests that are being computed
+    and withdraws the experts.
 
     \b
     Examples:
@@ -224,7 +226,10 @@ def _serve(choices: ServeChoices) -> int:
                 preset=choices.preset, announce=choices.announce, relay_mbit=choices.relay_mbit
             )
             entries = [*_own_invite(choices, own, offered), *choices.addresses]
-            with Node(bootstrap=entries, listen=choices.listen_at(), identity=own, config=config) as node:
+            listen = choices.listen_at()
+            if choices.listen is None:
+                listen = options.own_port(listen, own.peer_id) or listen
+            with Node(bootstrap=entries, listen=listen, identity=own, config=config) as node:
                 node.service(HostingService).expect()
                 invite = node.entry if node.membership is not None else ""
                 output.emit(
@@ -313,6 +318,7 @@ def _enter_grid(
     if node.membership is not None and own.path is not None:
         save_capability(specifications_folder(), node.membership)
     node.network.run(directory.save(signed), _READ_TIMEOUT_S)
+    node.book.keep_at(store.peers_file(signed.run_id))
     return signed, created
 
 
@@ -369,10 +375,13 @@ class _Hosting:
         """
         factory = self._choices.factory(self._signed.grid)
         placing = self._choices.placing(self._signed.grid, self._node, factory)
-        experts = factory.make_all(placing.first())
+        with working("making the experts"):
+            experts = factory.make_all(placing.first())
         move: Move | None = None
         while True:
-            with self._open_server(experts) as server:
+            with working("opening the experts"):
+                opened = self._open_server(experts)
+            with opened as server:
                 if move is None:
                     self._emit(_served_event(self._signed, created, self._node, server, factory.device))
                 move = watch(

@@ -11,6 +11,7 @@ import click
 
 from moe.protocol.names import ExpertGrid
 from swarm.cli import options
+from swarm.cli.finding import is_run_name, remembered_entry
 from swarm.cli.invite import contacts_of
 from swarm.core.errors import UsageError
 from swarm.core.ids import Contact
@@ -92,11 +93,16 @@ class ServeChoices:
         options = dict(context.params)
         entries = options.pop("addresses")
         files = [one for one in entries if one.endswith(".toml")]
+        entries = tuple(one for one in entries if one not in files)
+        if len(entries) == 1 and is_run_name(entries[0]):
+            entry = remembered_entry(entries[0], options["grid"], options["identity"], role="serve")
+            entries = entry.bootstrap
+            options |= {"grid": entry.run, "identity": entry.identity}
         written = click.core.ParameterSource.COMMANDLINE
         choices = cls(
             given=frozenset(name for name in _GRID_OPTIONS if context.get_parameter_source(name) is written),
             file=Path(files[0]).expanduser() if files else None,
-            addresses=tuple(one for one in entries if one not in files),
+            addresses=entries,
             **options,
         )
         choices._check(len(files))

@@ -10,9 +10,10 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -74,11 +75,15 @@ def install(name: str | None, no_start: bool, as_json: bool, arguments: tuple[st
     if not entries:
         raise UsageError("the service has no run to join: pass an invite, an address, or the name of a run")
     one = Service(name or parsed.params["run"] or _name_of(entries[0]))
+    _check_known(entries, parsed.params)
     command = [_program(), "join", *arguments, *([] if parsed.params["yes"] else ["--yes"])]
     replaced = one.file.exists()
     one.write(command)
     if not no_start:
-        one.start()
+        try:
+            one.start()
+        except SwarmError as error:
+            raise SwarmError(f"{one.file} is written, but the service was not started: {error}") from error
     fields = {"name": one.name, "file": str(one.file), "started": not no_start, "replaced": replaced}
     after = "" if no_start else "; it runs now, and whenever you log in"
     hint = one.hint() if not no_start else ""
@@ -266,6 +271,14 @@ def _name_of(entry: str) -> str:
     raise UsageError("an address does not name a run: give --run NAME, or a name for the service with --as")
 
 
+def _check_known(entries: tuple[str, ...], options: Mapping[str, Any]) -> None:
+    """Raise UsageError if the entry is the name of a run that `swarm join` would not find."""
+    from swarm.cli.finding import is_run_name, remembered_entry
+
+    if len(entries) == 1 and is_run_name(entries[0]) and not options["libp2p_bootstrap"]:
+        remembered_entry(entries[0], options["run"], options["identity"])
+
+
 def _chosen(name: str | None) -> Service:
     """Return a service by its name, or the only one. Raises UsageError if it is ambiguous."""
     there = _all()
@@ -323,5 +336,11 @@ def _run(command: list[str], *, check: bool = True) -> str:
         raise SwarmError(f"{' '.join(command)} did not end within {_COMMAND_S_MAX:g} s") from None
     text = (done.stdout + done.stderr).strip()
     if check and done.returncode != 0:
-        raise SwarmError(f"{' '.join(command)} failed: {text or f'exit status {done.returncode}'}")
+        advice = ""
+        if "Failed to connect to bus" in text:
+            advice = (
+                ". Services are changed in a session of their user: log in, on the machine or by ssh, "
+                "instead of using su or sudo"
+            )
+        raise SwarmError(f"{' '.join(command)} failed: {text or f'exit status {done.returncode}'}{advice}")
     return text

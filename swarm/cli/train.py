@@ -33,6 +33,7 @@ from swarm.core.errors import UsageError
 from swarm.core.identity import Identity
 from swarm.core.ids import Contact
 from swarm.core.presets import Preset
+from swarm.core.working import working
 from swarm.run.contributions import ContributionLog
 from swarm.run.entering import find_run, refusal, unanswered, wait_for_answer
 from swarm.run.events import Event, Finished, Listening, Notice
@@ -156,9 +157,10 @@ def start(file: Path, recovery_key: str | None, **given: Any) -> int:
             session.emit(
                 Notice(text=f"no bootstrap peer answers yet; training alone and trying again: {why}")
             )
-        signed, created = session.node.network.run(
-            create_run(session.directory, specification, session.own, session.node.clock), _CREATE_S_MAX
-        )
+        with working("publishing the run"):
+            signed, created = session.node.network.run(
+                create_run(session.directory, specification, session.own, session.node.clock), _CREATE_S_MAX
+            )
         session.train(signed, created=created)
     return 0
 
@@ -210,7 +212,7 @@ def join(addresses: tuple[str, ...], run: str | None, **given: Any) -> int:
     from swarm.cli.finding import given_entry, nearby_entry, nearby_runs
 
     choices = TrainChoices.of(bootstrap=(), **given)
-    entry = given_entry(addresses, run, choices.identity, choices.rendezvous())
+    entry = given_entry(addresses, run, choices.identity, choices.rendezvous(), "train")
     may_ask = sys.stdin.isatty() and sys.stdout.isatty() and not choices.as_json
     if entry is None:
         with make_output(VolunteerPresentation(), as_json=choices.as_json) as output:
@@ -224,7 +226,8 @@ def join(addresses: tuple[str, ...], run: str | None, **given: Any) -> int:
     _check_asked(choices, may_ask=may_ask)
     with _session(choices, None) as session:
         signed = _find_run(session, entry)
-        session.train(signed, created=False)
+        if session.train(signed, created=False) and not signed.training.ended:
+            session.emit(Notice(text=f"join it again with: swarm join {signed.name}"))
     return 0
 
 
@@ -329,14 +332,14 @@ class _Session:
         if isinstance(event, Finished):
             self.shutdown.begin_cleanup()
 
-    def train(self, signed: SignedSpecification, *, created: bool) -> None:
+    def train(self, signed: SignedSpecification, *, created: bool) -> bool:
         """Describe the run, ask the user, and train until the end, with the other processes of this peer if
-        torchrun has started some.
+        torchrun has started some. Return False if the user did not agree, or stopped it before.
         """
         with leading(self.choices.data) as ranks:
-            self._train(signed, ranks, created=created)
+            return self._train(signed, ranks, created=created)
 
-    def _train(self, signed: SignedSpecification, ranks: LeadingRanks | None, *, created: bool) -> None:
+    def _train(self, signed: SignedSpecification, ranks: LeadingRanks | None, *, created: bool) -> bool:
         from swarm.cli.finding import announce_by_name, announce_nearby
         from swarm.run.machine import asking
         from swarm.run.machine_use import MachineProbes
@@ -368,26 +371,29 @@ class _Session:
             ranks=ranks,
         )
         volunteer = Volunteer(self.node, signed, self.directory, config, self.emit, self.shutdown.requested)
-        self.emit(volunteer.describe_run(created=created))
+        with working("asking how many train this run"):
+            found = volunteer.describe_run(created=created)
+        self.emit(found)
         if self.node.dht.clock_problem:
             self.emit(Notice(text=self.node.dht.clock_problem))
-        self._importing.join()
+        with working("loading torch"):
+            self._importing.join()
         device = volunteer.choose_device()
         with asking():
             agreed = self.choices.yes or self.output.ask(f"Train this on {device}?")
-        if not agreed:
+        if not agreed or self.shutdown.requested.is_set():
             self.emit(Notice(text="nothing was trained"))
-            return
-        if not self.shutdown.requested.is_set():
-            if self.node.membership is not None and self.own.path is not None:
-                save_capability(specifications_folder(), self.node.membership)
-            self.node.book.keep_at(self._store.peers_file(signed.run_id))
-            if not self.choices.no_lan and self.choices.preset != "local":
-                announce_nearby(self.node, signed)
-            if servers := self.choices.rendezvous():
-                announce_by_name(self.node, signed, servers, self.emit)
-            with control.announced(signed.name, signed.run_id, str(self.node.peer_id), self.node.entries):
-                volunteer.train(device, new=created, why=lambda: self.shutdown.reason)
+            return False
+        if self.node.membership is not None and self.own.path is not None:
+            save_capability(specifications_folder(), self.node.membership)
+        self.node.book.keep_at(self._store.peers_file(signed.run_id))
+        if not self.choices.no_lan and self.choices.preset != "local":
+            announce_nearby(self.node, signed)
+        if servers := self.choices.rendezvous():
+            announce_by_name(self.node, signed, servers, self.emit)
+        with control.announced(signed.name, signed.run_id, str(self.node.peer_id), self.node.entries):
+            volunteer.train(device, new=created, why=lambda: self.shutdown.reason)
+        return True
 
 
 @contextlib.contextmanager
@@ -421,7 +427,10 @@ def _session(
             )
             entries = [starting_invite(own, invited_to).text()] if invited_to is not None else []
             entries += choices.bootstrap
-            with Node(bootstrap=entries, listen=choices.listen_at(), identity=own, config=config) as node:
+            listen = choices.listen_at()
+            if choices.listen is None:
+                listen = options.own_port(listen, own.peer_id)
+            with Node(bootstrap=entries, listen=listen, identity=own, config=config) as node:
                 # The import of torch takes seconds; the node joins meanwhile.
                 importing = threading.Thread(target=_import_torch, name="imports torch", daemon=True)
                 importing.start()

@@ -9,16 +9,16 @@ import contextlib
 import logging
 import sqlite3
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from averaging.optim.exchange import fetch_history
 from swarm.core.errors import PeerError, SwarmError, UsageError
 from swarm.core.identity import Identity
 from swarm.core.ids import Contact, PeerId, open_run_id
+from swarm.core.working import working
 from swarm.membership.invite import Entrance
 from swarm.monitor.collector import Collector
 from swarm.monitor.history import ChartHistory
@@ -28,7 +28,7 @@ from swarm.monitor.logic.reading import progress_key
 from swarm.monitor.logic.view import ExpertView, MonitorView, RunView
 from swarm.monitor.relays import RelayWatch
 from swarm.node import Node
-from swarm.run.contributors import fetch_totals
+from swarm.run.contributors import fetch_chains, totals_of
 from swarm.run.directory import RunDirectory
 from swarm.run.entering import FIND_S_MAX, enter, found_run
 from swarm.run.membership import check_invited
@@ -78,7 +78,8 @@ class Watch:
             undo.callback(self.close)
             enter(self.node, [one if isinstance(one, str) else _text(one) for one in config.entry])
             self._directory = RunDirectory(self.node.dht.service, self.node.peer_id, clock=self.node.clock)
-            run = self.node.network.run(self._find(config.run), FIND_S_MAX + _CALL_S)
+            with working("asking for the runs of this swarm"):
+                run = self.node.network.run(self._find(config.run), FIND_S_MAX + _CALL_S)
             self.history = self._open_history(run.run_id)
             events = EventLog()
             events.restore(self.history.events())
@@ -151,8 +152,9 @@ class Watch:
         peer with a history. Must be called on the network thread.
         """
         donors = {contact.peer_id: contact for contact in self.collector.donors}
-        for chain in await self._histories():
-            return [donors[peer] for peer in chain.last_electors if peer in donors]
+        for chain in (await self._histories(self.collector.entry)).values():
+            if not isinstance(chain, SwarmError):
+                return [donors[peer] for peer in chain.last_electors if peer in donors]
         return []
 
     async def _start(self) -> None:
@@ -228,36 +230,35 @@ class Watch:
             self._grids = Directory(self.node.dht.service)
         return await experts_of(self._grids, self.config.grids)
 
-    async def _histories(self) -> list[Chain]:
-        """Return the histories of the entry peers; no other peers are trusted to name members. Entry peers
-        that do not take part in the run have no history.
-        """
-        found = []
-        for contact in self.collector.entry:
-            try:
-                chain = (await fetch_history(self.node.channels, self.run.run_id, contact, [])).chain
-                await asyncio.get_running_loop().run_in_executor(None, chain.check, self.run.run_id)
-                found.append(chain)
-            except SwarmError as error:
-                _log.debug("no members of run %s from %s: %s", self.run.run_id, contact.peer_id.short, error)
+    async def _histories(self, contacts: Iterable[Contact]) -> dict[Contact, Chain | SwarmError]:
+        """Return the histories of some peers. Entry peers that do not take part in the run have none."""
+        found = await fetch_chains(self.node.channels, self.run.run_id, contacts)
+        for contact, chain in found.items():
+            if isinstance(chain, SwarmError):
+                _log.debug("no history of run %s from %s: %s", self.run.run_id, contact.peer_id.short, chain)
         return found
 
     async def _members(self) -> None:
-        """Update the members of the run from the entry peers' histories."""
+        """Update the members and the totals of the run, from histories that are fetched once for both. Only
+        the entry peers are trusted to name members.
+        """
         if self._signed is not None:
             self.node.standing.add_members(self.run.run_id, [self._signed.owner])
-        for chain in await self._histories():
+        entry = {contact.peer_id for contact in self.collector.entry}
+        contacts = {one.peer_id: one for one in (*self.collector.donors, *self.collector.entry)}
+        ordered = sorted(contacts.values(), key=lambda one: one.peer_id not in entry)
+        histories = await self._histories(ordered)
+        for contact, chain in histories.items():
+            if contact.peer_id not in entry or isinstance(chain, SwarmError):
+                continue
             self.deciding = frozenset(chain.last_electors)
             self.node.standing.add_members(
                 self.run.run_id,
                 [*chain.electors]
                 + [peer for one in chain.certificates for peer in (*one.electors, *one.workers)],
             )
-        contacts = {one.peer_id: one for one in (*self.collector.entry, *self.collector.donors)}
         with contextlib.suppress(PeerError):  # nobody has a receipt yet
-            self.model.leaders.take(
-                await fetch_totals(self.node.channels, self.run.run_id, contacts.values())
-            )
+            self.model.leaders.take((await totals_of(self.node.channels, self.run.run_id, histories)).totals)
 
     async def _specification(self) -> RunView | None:
         self._signed = await self._directory.specification(self.run.run_id)

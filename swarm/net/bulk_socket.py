@@ -2,7 +2,7 @@
 
 Bytes go from the message into the frame and from the frame into the message, with one pass for the cipher
 each, straight between a buffer and the socket. Transports of asyncio and threads take more processor time
-(docs/decisions/0068).
+(docs/decisions/0069).
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from swarm.core.device import first_line, is_device_failure, is_out_of_memory
 from swarm.core.errors import PeerError, SwarmError
+from swarm.core.working import working
 from swarm.run.events import Emit, Notice, Saved
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class CheckpointWriter:
         self._next_s = time.monotonic() + config.every_s
         self._epoch = -1  # epoch of the last checkpoint
         self._write_s = 0.0  # duration of the last write
+        self._is_last = False  # the volunteer leaves
 
     def resume(self, optimizer: Optimizer) -> bool:
         """Load the newest valid checkpoint, because no peer has a state. Return False if there is none that
@@ -60,7 +62,8 @@ class CheckpointWriter:
         """
         if self._config.from_scratch:
             return False
-        checkpoint, wrong = self._checkpoints.newest_good()
+        with working("reading this machine's checkpoint"):
+            checkpoint, wrong = self._checkpoints.newest_good()
         for text in wrong:
             self._emit(Notice(text=f"skipped: {text}"))
         if checkpoint is None or checkpoint.epoch == 0:
@@ -122,6 +125,7 @@ class CheckpointWriter:
 
     def close(self, optimizer: Optimizer) -> None:
         """Write a last checkpoint if the disk was fast enough for the previous ones."""
+        self._is_last = True
         if self._writing is not None:
             self._writing.join(_FINAL_S_MAX)
         if (
@@ -148,9 +152,10 @@ class CheckpointWriter:
     def _write(self, view: StateView) -> None:
         began_s = time.monotonic()
         try:
-            path = self._checkpoints.save(view, self._parameters, self._about)
+            with working(f"saving epoch {view.epoch}"):
+                path = self._checkpoints.save(view, self._parameters, self._about)
         except SwarmError as error:
-            self._emit(Notice(text=f"{error}; training continues"))
+            self._emit(Notice(text=f"{error}" if self._is_last else f"{error}; training continues"))
         except (RuntimeError, MemoryError) as error:
             if not (is_device_failure(error) or is_out_of_memory(error)):
                 raise

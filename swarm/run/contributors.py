@@ -43,35 +43,71 @@ def ranked(totals: Totals, names: Mapping[PeerId, str]) -> list[Contributor]:
     return sorted(found, key=lambda one: (-one.samples, -one.rounds, one.peer_id))
 
 
-async def fetch_totals(caller: Caller, run_id: str, contacts: Iterable[Contact]) -> Totals:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunTotals:
+    """The samples that were given to a run, as far as its members sign them."""
+
+    totals: Totals
+    # some of the epochs that members still know had several groups: each credits only the peers that decided
+    # it
+    is_partial: bool
+
+
+async def fetch_totals(caller: Caller, run_id: str, contacts: Iterable[Contact]) -> RunTotals:
     """Return the totals of a run from the first few members that answer. Runs on the network thread.
 
     The totals come from the history that most of these members share. Raises PeerError that says why there
     are no totals.
     """
-    reason = "no member of the run is known"
+    return await totals_of(caller, run_id, await fetch_chains(caller, run_id, contacts))
 
-    async def ask(contact: Contact) -> tuple[Chain, Receipt | None] | None:
-        nonlocal reason
-        receipt = None
+
+async def fetch_chains(
+    caller: Caller, run_id: str, contacts: Iterable[Contact]
+) -> dict[Contact, Chain | SwarmError]:
+    """Return the valid histories of the first few of these peers, or the reason for which there is none. Runs
+    on the network thread.
+    """
+
+    async def ask(contact: Contact) -> Chain | SwarmError:
         try:
             chain = (await fetch_history(caller, run_id, contact, [])).chain
             await asyncio.get_running_loop().run_in_executor(None, chain.check, run_id)
         except SwarmError as error:
-            reason = str(error)
-            return None
-        with contextlib.suppress(SwarmError):
-            receipt = await fetch_receipt(caller, run_id, contact)
-        return chain, receipt
+            return error
+        return chain
 
     async with asyncio.TaskGroup() as group:
-        asked = [group.create_task(ask(one)) for one in list(contacts)[:ASKED_MAX]]
-    found = [answer for task in asked if (answer := task.result()) is not None]
-    if not found:
-        raise PeerError(f"the contributions to run {run_id} could not be read: {reason}")
-    chain = _shared([chain for chain, _ in found])
-    receipts = [receipt for _, receipt in found if receipt is not None]
-    return await asyncio.get_running_loop().run_in_executor(None, read_totals, chain, run_id, receipts)
+        asked = {one: group.create_task(ask(one)) for one in list(contacts)[:ASKED_MAX]}
+    return {contact: task.result() for contact, task in asked.items()}
+
+
+async def totals_of(
+    caller: Caller, run_id: str, histories: Mapping[Contact, Chain | SwarmError]
+) -> RunTotals:
+    """Return the totals of a run from the result of `fetch_chains`, whose peers are asked for their receipts.
+    Runs on the network thread. Raises PeerError that says why there are no totals.
+    """
+    chains = {contact: chain for contact, chain in histories.items() if isinstance(chain, Chain)}
+    if not chains:
+        reasons = [str(one) for one in histories.values()] or ["no member of the run is known"]
+        raise PeerError(f"the contributions to run {run_id} could not be read: {reasons[-1]}")
+
+    async def ask(contact: Contact) -> Receipt | None:
+        with contextlib.suppress(SwarmError):
+            return await fetch_receipt(caller, run_id, contact)
+        return None
+
+    async with asyncio.TaskGroup() as group:
+        asked = [group.create_task(ask(contact)) for contact in chains]
+    receipts = [receipt for task in asked if (receipt := task.result()) is not None]
+    chain = _shared(list(chains.values()))
+    totals = await asyncio.get_running_loop().run_in_executor(None, read_totals, chain, run_id, receipts)
+    return RunTotals(
+        totals=totals,
+        is_partial=chain.root_grid_rounds > 1
+        or any(one.proposal.grid_rounds > 1 for one in chain.certificates),
+    )
 
 
 def _shared(chains: Sequence[Chain]) -> Chain:

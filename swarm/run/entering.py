@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from swarm.core.errors import DeadlineExceeded, NetworkError, NotInvited
+from swarm.core.working import working
+from swarm.membership.invite import is_invite
 
 if TYPE_CHECKING:
     from swarm.node import Node
@@ -20,8 +23,10 @@ SILENT_S: Final = 15.0  # the same while an address has not refused: three attem
 _POLL_S = 0.5
 _FIND_TRIES, _FIND_PAUSE_S = 3, 1.0
 FIND_S_MAX: Final = 100.0  # each try is two reads of 10 s, and searches on disk
-_ENTRY_CHARACTERS_MAX = 120  # an address fits, an invite does not
+_ENTRY_CHARACTERS_MAX = 120  # an address fits
+_INVITE_CHARACTERS = 14
 _ENTRIES_SHOWN = 3
+_REACH = re.compile(r"^cannot reach peer \w+: ")
 
 
 def poll_running(poll: Callable[[float], bool], limit_s: Callable[[], float]) -> bool:
@@ -43,7 +48,8 @@ def poll_running(poll: Callable[[float], bool], limit_s: Callable[[], float]) ->
 
 def wait_for_answer(node: Node) -> bool:
     """Wait until a peer of the swarm answers. Return False if that is no longer likely."""
-    return poll_running(node.wait_joined, lambda: REFUSED_S if node.join_refused else SILENT_S)
+    with working("waiting for a peer to answer"):
+        return poll_running(node.wait_joined, lambda: REFUSED_S if node.join_refused else SILENT_S)
 
 
 def find_run(
@@ -53,7 +59,8 @@ def find_run(
     is asked may be busy: it is asked again a second later, three times in all. Raises UsageError, PeerError
     or the last NetworkError.
     """
-    return node.network.run(found_run(directory, wanted, grid=grid), FIND_S_MAX)
+    with working("asking for the runs of this swarm"):
+        return node.network.run(found_run(directory, wanted, grid=grid), FIND_S_MAX)
 
 
 async def found_run(
@@ -71,8 +78,8 @@ async def found_run(
 
 
 def unanswered(node: Node) -> str:
-    """Return why nobody has answered yet."""
-    return "; ".join(node.join_failures) or "no answer in time"
+    """Return why nobody has answered yet, without the names of peers that the user has given."""
+    return "; ".join(_REACH.sub("", one) for one in node.join_failures) or "no answer in time"
 
 
 def enter(node: Node, entries: Sequence[str]) -> None:
@@ -87,9 +94,17 @@ def refusal(node: Node, entries: Sequence[str]) -> NotInvited | NetworkError:
     """Return the error with the reason for which nobody answered at these addresses or invites."""
     if node.not_invited:
         return NotInvited(node.not_invited)
-    given = entries[:_ENTRIES_SHOWN]
-    shown = [one[:_ENTRY_CHARACTERS_MAX] + ("…" if len(one) > _ENTRY_CHARACTERS_MAX else "") for one in given]
-    where = " and ".join(shown)
-    return NetworkError(
-        f"nobody answers at {where}: {unanswered(node)}. Ask for the address of another live peer"
-    )
+    where = " and ".join(_shown(one) for one in entries[:_ENTRIES_SHOWN])
+    advice = "Ask for the address of another live peer"
+    if any(map(is_invite, entries)):
+        advice = (
+            "Its peers are offline or have other addresses by now: try again later, or ask for a newer invite"
+        )
+    return NetworkError(f"nobody answers at {where}: {unanswered(node)}. {advice}")
+
+
+def _shown(entry: str) -> str:
+    """Return an entry for a sentence. An invite is a secret, and too long."""
+    if is_invite(entry):
+        return f"the invite {entry[:_INVITE_CHARACTERS]}…"
+    return entry[:_ENTRY_CHARACTERS_MAX] + ("…" if len(entry) > _ENTRY_CHARACTERS_MAX else "")

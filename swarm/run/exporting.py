@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from swarm.core.errors import PeerError, SwarmError, UsageError
 from swarm.core.files import replace_durably
+from swarm.core.working import working
 from swarm.run.signed import SignedSpecification
 from swarm.run.task import make_task
 
@@ -26,7 +27,8 @@ def newest_checkpoint(folder: Path, run: str) -> Checkpoint:
     """Return the newest valid checkpoint in `folder`. Raise SwarmError if there is none."""
     from averaging.optim.state.checkpoint import Checkpoints
 
-    found, wrong = Checkpoints(folder).newest_good()
+    with working("reading the checkpoint"):
+        found, wrong = Checkpoints(folder).newest_good()
     if found is None:
         why = "; ".join(wrong[:3]) or f"nothing was saved in {folder}"
         raise SwarmError(
@@ -50,7 +52,8 @@ def export(signed: SignedSpecification, checkpoint: Checkpoint, path: Path, *, o
     specification = signed.training
     chosen = specification.task
     task = make_task(chosen.name, chosen.settings, chosen.package)
-    model = task.build_model(specification.seed)
+    with working("building the model"):
+        model = task.build_model(specification.seed)
     _load(
         model,
         {name.removeprefix(MODEL): t for name, t in checkpoint.tensors.items() if name.startswith(MODEL)},
@@ -75,7 +78,8 @@ def export(signed: SignedSpecification, checkpoint: Checkpoint, path: Path, *, o
         raise UsageError(f"{path} is a folder: --output names a file")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_durably(path, lambda temporary: save_file(tensors, temporary, metadata))
+        with working(f"writing {path.name}"):
+            replace_durably(path, lambda temporary: save_file(tensors, temporary, metadata))
     except (OSError, SafetensorError) as error:
         raise SwarmError(f"{path} could not be written: {error}") from error
 
@@ -89,7 +93,8 @@ def _write_folder(path: Path, write: Callable[[Path], None]) -> None:
         with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as temporary:
             complete = Path(temporary) / path.name
             complete.mkdir()
-            write(complete)
+            with working(f"writing {path.name}"):
+                write(complete)
             complete.replace(path)
     except OSError as error:
         raise SwarmError(f"{path} could not be written: {error}") from error
@@ -113,6 +118,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     from averaging.optim.state.checkpoint import read
 
     try:
-        return read(path)
+        with working("checking the state"):
+            return read(path)
     except PeerError as error:
         raise SwarmError(str(error)) from error

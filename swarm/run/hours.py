@@ -60,7 +60,7 @@ def _parse_range(text: str) -> tuple[int, int]:
     ):
         raise UsageError(f"hours are from 0:00 to 24:00, like 22-7 or 9:30-12, not {text!r}")
     if (hour, minute) == (end_hour, end_minute):
-        raise UsageError(f"hours that end when they begin are none; without them it is always, not {text!r}")
+        raise UsageError(f"{text!r} ends when it begins: hours are like 22-7, and without any it is always")
     return (hour % 24) * 3600 + minute * 60, (end_hour % 24) * 3600 + end_minute * 60
 
 

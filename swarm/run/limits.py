@@ -149,10 +149,14 @@ def _disturbance(limits: VolunteerLimits, use: MachineUse, *, paused: bool) -> s
 
 
 def parse_size(text: str) -> int:
-    """Return the number of bytes that `4G`, `800M` or `1.5GiB` means. Raise UsageError for other texts."""
+    """Return the number of bytes that `4G`, `800M` or `1.5GiB` means. Raise UsageError for other texts, also
+    for numbers without a unit: `--memory 4` means four gigabytes to those who type it.
+    """
     match = _SIZE.fullmatch(text.strip())
     if match is None or float(match[1]) <= 0:
         raise UsageError(f"a size is written like 4G or 800M, not {text!r}")
+    if match[1] == text.strip():
+        raise UsageError(f"a size is written with its unit, like 4G or 800M, not {text!r}")
     base = 1024 if match[3] else 1000
     return int(float(match[1]) * base ** " kmgt".index(match[2].lower() or " "))
 

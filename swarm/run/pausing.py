@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from swarm.core.errors import UsageError
+from swarm.core.working import working
 from swarm.run import machine
 from swarm.run.events import Emit, Notice, Paused, Resumed
 from swarm.run.limits import Calm, Decision, MachineStatus, MachineUse, VolunteerLimits, decide
@@ -195,14 +196,16 @@ class Pauses:
             if folder is not None and (self._requests().asked == "free" or time.monotonic() >= free_s):
                 free_s = float("inf")
                 try:
-                    parked.to_disk(folder)
+                    with working("moving the model to the disk"):
+                        parked.to_disk(folder)
                 except OSError as error:
                     text = (
                         f"the model stays in memory, because {folder} cannot be written to: "
                         f"{error.strerror or error}"
                     )
                     self._emit(Notice(text=text))
-        parked.restore()  # also at the end of the run: the last checkpoint needs the contents
+        with working("bringing the model back into memory"):
+            parked.restore()  # also at the end of the run: the last checkpoint needs the contents
         if not reason and not self._stop.is_set():
             training.optimizer = rejoin(inner)
             training.optimizer.load_state_dict(saved)

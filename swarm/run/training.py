@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from swarm.core.device import is_out_of_memory, release_cached_memory
 from swarm.core.errors import NotEnoughPeers
+from swarm.core.working import working
 from swarm.run.events import (
     Contributed,
     Emit,
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     import torch
 
     from averaging.optim.optimizer import Optimizer, StepReport
+    from averaging.optim.reports import LoadResult
     from swarm.core.ids import PeerId
 
 STATE_TIMEOUT_S = 600.0  # timeout of a download of the whole state
@@ -83,7 +86,10 @@ class Training:
                 Draw(self.signed.run_id, self.drawn_epoch, self.own_peer_id, others)
             )
         self.stats.epoch.add(self.micro_batches.backward(each, self.optimizer.zero_grad))
-        report = self._optimizer_step(samples)
+        # a peer that is behind downloads the state in its step
+        is_behind = view.swarm_epoch > self.optimizer.epoch
+        with working("catching up with the swarm") if is_behind else contextlib.nullcontext():
+            report = self._optimizer_step(samples)
         if report is None or _ran_out_of_memory(report):
             self.optimizer.zero_grad()
             self.micro_batches.shrink(
@@ -109,7 +115,7 @@ class Training:
 
         Raises NotEnoughPeers if there are other peers and none could send its state.
         """
-        load = self.optimizer.load_state_from_peers(timeout_s=STATE_TIMEOUT_S)
+        load = load_state(self.optimizer)
         if load.loaded:
             self.stats.finish_epoch(0)
             reason = "memory ran out in the middle of a step"
@@ -259,6 +265,12 @@ class Training:
         ended_s = time.monotonic()
         self.validation_schedule.finished(ended_s - started_s, ended_s)
         return loss
+
+
+def load_state(optimizer: Optimizer) -> LoadResult:
+    """Download the whole state from peers, and show how far it is."""
+    with working("downloading the state", unit="bytes") as update:
+        return optimizer.load_state_from_peers(timeout_s=STATE_TIMEOUT_S, on_progress=update)
 
 
 def _ran_out_of_memory(report: StepReport) -> bool:

@@ -16,6 +16,7 @@ from swarm.core.errors import NotEnoughPeers
 from swarm.core.ids import Contact
 from swarm.core.standing import Founding
 from swarm.core.wording import size
+from swarm.core.working import working
 from swarm.run import machine
 from swarm.run.changes import CHANGE, FANOUT, RunFollower, differences, pause_text, restart_needed
 from swarm.run.checkpoints import CheckpointWriter
@@ -40,7 +41,7 @@ from swarm.run.signed import SignedSpecification
 from swarm.run.specification import RunSpecification
 from swarm.run.stats import TrainingStats, ValidationSchedule
 from swarm.run.task import make_task
-from swarm.run.training import STATE_TIMEOUT_S, Training
+from swarm.run.training import Training, load_state
 from swarm.run.volunteer_config import VolunteerConfig
 from swarm.runtime.thread import TURN_S_MAX
 
@@ -191,8 +192,10 @@ class Volunteer:
     ) -> Finished:
         from swarm.run.inner_optimizer import build_optimizer
 
-        model = self._task.build_model(self.specification.seed).to(device)
-        data = self._task.load_data(self._config.data, device)
+        with working("building the model"):
+            model = self._task.build_model(self.specification.seed).to(device)
+        with working("loading the training data"):
+            data = self._task.load_data(self._config.data, device)
         inner = build_optimizer(model, self.specification.optimizer, self._task)
         started_s = time.monotonic()
         writer = self._writer = self._checkpoint_writer(model, inner)
@@ -297,14 +300,15 @@ class Volunteer:
         model = self._task.build_model(self.specification.seed)
         inner = build_optimizer(model, self.specification.optimizer, self._task)
         with contextlib.closing(self._join(inner)) as optimizer:
-            result = optimizer.load_state_from_peers(timeout_s=STATE_TIMEOUT_S)
+            result = load_state(optimizer)
             if not result.loaded:
                 raise NotEnoughPeers(
                     f"the state of {self.signed.full_name} could not be downloaded: {result.reason}"
                 )
             view = optimizer.state_view()
             try:
-                write(view, path, names_of(model, inner))
+                with working("writing the state to the disk"):
+                    write(view, path, names_of(model, inner))
             finally:
                 view.close()
         return path
@@ -387,7 +391,7 @@ class Volunteer:
 
         Raises NotEnoughPeers if there are other peers and none could send its state.
         """
-        result = optimizer.load_state_from_peers(timeout_s=STATE_TIMEOUT_S)
+        result = load_state(optimizer)
         if result.loaded:
             self._emit(
                 StateDownloaded(

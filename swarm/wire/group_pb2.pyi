@@ -83,7 +83,7 @@ class SeekAnswer(_message.Message):
     def __init__(self, standing: _Optional[_Union[SeekAnswer.Standing, str]] = ..., round_key: _Optional[str] = ..., deadline_s: _Optional[float] = ..., can_lead: _Optional[bool] = ..., leader: _Optional[_Union[GroupLeader, _Mapping]] = ..., expected_s: _Optional[float] = ..., text: _Optional[str] = ..., now_s: _Optional[float] = ..., members: _Optional[_Iterable[bytes]] = ..., turn: _Optional[int] = ...) -> None: ...
 
 class Join(_message.Message):
-    __slots__ = ("seek", "weight", "bandwidth", "auxiliary", "gathered", "bandwidth_is_set", "grid_rounds", "new_hour", "gone")
+    __slots__ = ("seek", "weight", "bandwidth", "auxiliary", "gathered", "bandwidth_is_set", "grid_rounds", "new_hour", "gone", "samples")
     SEEK_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     BANDWIDTH_FIELD_NUMBER: _ClassVar[int]
@@ -93,6 +93,7 @@ class Join(_message.Message):
     GRID_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     NEW_HOUR_FIELD_NUMBER: _ClassVar[int]
     GONE_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
     seek: Seek
     weight: float
     bandwidth: float
@@ -102,10 +103,11 @@ class Join(_message.Message):
     grid_rounds: int
     new_hour: bool
     gone: int
-    def __init__(self, seek: _Optional[_Union[Seek, _Mapping]] = ..., weight: _Optional[float] = ..., bandwidth: _Optional[float] = ..., auxiliary: _Optional[bool] = ..., gathered: _Optional[bytes] = ..., bandwidth_is_set: _Optional[bool] = ..., grid_rounds: _Optional[int] = ..., new_hour: _Optional[bool] = ..., gone: _Optional[int] = ...) -> None: ...
+    samples: int
+    def __init__(self, seek: _Optional[_Union[Seek, _Mapping]] = ..., weight: _Optional[float] = ..., bandwidth: _Optional[float] = ..., auxiliary: _Optional[bool] = ..., gathered: _Optional[bytes] = ..., bandwidth_is_set: _Optional[bool] = ..., grid_rounds: _Optional[int] = ..., new_hour: _Optional[bool] = ..., gone: _Optional[int] = ..., samples: _Optional[int] = ...) -> None: ...
 
 class GroupMember(_message.Message):
-    __slots__ = ("contact", "weight", "bandwidth", "auxiliary", "gathered", "bandwidth_is_set", "grid_rounds", "new_hour", "gone")
+    __slots__ = ("contact", "weight", "bandwidth", "auxiliary", "gathered", "bandwidth_is_set", "grid_rounds", "new_hour", "gone", "samples")
     CONTACT_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     BANDWIDTH_FIELD_NUMBER: _ClassVar[int]
@@ -115,6 +117,7 @@ class GroupMember(_message.Message):
     GRID_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     NEW_HOUR_FIELD_NUMBER: _ClassVar[int]
     GONE_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
     contact: _peer_pb2.Contact
     weight: float
     bandwidth: float
@@ -124,7 +127,8 @@ class GroupMember(_message.Message):
     grid_rounds: int
     new_hour: bool
     gone: int
-    def __init__(self, contact: _Optional[_Union[_peer_pb2.Contact, _Mapping]] = ..., weight: _Optional[float] = ..., bandwidth: _Optional[float] = ..., auxiliary: _Optional[bool] = ..., gathered: _Optional[bytes] = ..., bandwidth_is_set: _Optional[bool] = ..., grid_rounds: _Optional[int] = ..., new_hour: _Optional[bool] = ..., gone: _Optional[int] = ...) -> None: ...
+    samples: int
+    def __init__(self, contact: _Optional[_Union[_peer_pb2.Contact, _Mapping]] = ..., weight: _Optional[float] = ..., bandwidth: _Optional[float] = ..., auxiliary: _Optional[bool] = ..., gathered: _Optional[bytes] = ..., bandwidth_is_set: _Optional[bool] = ..., grid_rounds: _Optional[int] = ..., new_hour: _Optional[bool] = ..., gone: _Optional[int] = ..., samples: _Optional[int] = ...) -> None: ...
 
 class Group(_message.Message):
     __slots__ = ("group_id", "members", "codec")

@@ -74,7 +74,7 @@ def error_text(capsys: pytest.CaptureFixture[str]) -> str:
         ),
         (
             ["join", "x", "--hours", "5-5", "--yes"],
-            "swarm: Invalid value for '--hours': hours that end when they",
+            "swarm: Invalid value for '--hours': '5-5' ends when it begins: hours are like 22-7",
         ),
         (["identity", "--identity", str(ROOT / "README.md")], "README.md is no identity file"),
         (["join", "/ip4/300.1.1.1/tcp/1/p2p/x", "--yes"], "swarm: 'x' is not a PeerID"),
@@ -99,7 +99,7 @@ def error_text(capsys: pytest.CaptureFixture[str]) -> str:
         (["serve", "a.toml", "b.toml"], "hosts the experts of one grid: give one file"),
         (["serve", "absent.toml"], "swarm: cannot read absent.toml: No such file or directory"),
         (["serve", "a.toml", "--lr", "1", "--dtype", "float16"], "leave --dtype, --lr out"),
-        (["serve", "nonsense", "--experts", "ffn.0"], "'nonsense' names no peer"),
+        (["serve", "nonsense", "--experts", "ffn.0"], "this machine took part in no run 'nonsense'"),
         (["serve", "--experts", "ffn.0", "--open", "--open-training"], "choose it or --open-training"),
         (["serve", "--experts", "ffn"], "'ffn' has no dimensions: a grid reads like ffn.[0:4].[0:4]"),
         (["serve", "--experts", "ffn.[4:2]"], "is empty"),

@@ -20,6 +20,7 @@ from swarm.cli.render.output import JsonOutput, Output, PlainOutput, printable
 from swarm.cli.render.text import sparkline
 from swarm.cli.render.volunteer import VolunteerPresentation
 from swarm.core.wording import size
+from swarm.core.working import Work
 from swarm.run import events
 
 EPOCH = events.EpochDone(
@@ -73,6 +74,39 @@ def test_plain_lines_have_no_control_characters() -> None:
         "epoch 3: loss 2.500  held out 2.600  50 of 150 samples/s  3 peers  sent 1.2 MB  round 0.10 s" in text
     )
     assert "Held-out loss 5.600 -> 2.600. Contributed 120 samples in 3 rounds; sent 3.6 MB." in text
+
+
+def test_work_in_progress_is_a_line_now_and_then_on_standard_error(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Standard output has the results only, for pipes and programs."""
+    results = io.StringIO()
+    output = PlainOutput(VolunteerPresentation(), results)
+    for seconds in (1.0, 1.5, 2.0, 10.9, 11.0, 11.5):
+        output.show_work(Work(what="loading torch", seconds=seconds))
+    output.show_work(Work(what="loading torch", seconds=12.0, is_over=True))
+    assert capsys.readouterr().err.splitlines() == ["loading torch: 1.0 s", "loading torch: 11 s"]
+    JsonOutput(results).show_work(Work(what="loading torch", seconds=1.0))
+    assert results.getvalue() == ""
+
+
+def test_work_in_progress_is_a_bar_below_the_picture_of_a_terminal() -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=90, highlight=False)
+    output = LiveOutput(VolunteerPresentation(), console)
+    work = Work(what="downloading the state", seconds=2.0, done=120, total=480, unit="bytes")
+    output.show_work(work)
+    output.emit(events.Notice(text="a line above"))
+    output.show_work(replace(work, is_over=True))
+    text = stream.getvalue()
+    assert "downloading the state: 120 bytes of 480 bytes, 2.0 s" in text
+    assert "━" in text
+    assert "a line above" in text
+    output.emit(EPOCH)  # no picture before `Joined`
+    output.show_work(replace(work, what="saving epoch 3"))
+    output.emit(FINISHED)
+    output.close()
+    assert "saving epoch 3" in stream.getvalue()
 
 
 def test_json_lines_name_their_event_and_contain_only_json_numbers() -> None:
@@ -138,15 +172,20 @@ def test_the_summary_shows_measured_memory_beside_the_estimate() -> None:
     )
 
 
-def test_progress_has_no_sentence_and_other_events_have_one() -> None:
-    assert (
-        VolunteerPresentation().sentence(
-            events.TrainingProgress(
-                epoch=1, loss=1.0, samples_per_s=1.0, swarm_samples=3, swarm_samples_per_s=1.0, peers=1
-            )
-        )
-        == ""
+def test_a_long_epoch_has_a_line_now_and_then_in_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock_s = [0.0]
+    monkeypatch.setattr("swarm.cli.render.volunteer.time.monotonic", lambda: clock_s[0])
+    stream = io.StringIO()
+    output = PlainOutput(VolunteerPresentation(), stream)
+    progress = events.TrainingProgress(
+        epoch=1, loss=1.0, samples_per_s=1.0, swarm_samples=1234, swarm_samples_per_s=1.0, peers=1
     )
+    for clock_s[0] in (1.0, 9.0, 11.0, 12.0, 20.0, 22.0):
+        output.emit(progress)
+    assert stream.getvalue().splitlines() == ["epoch 2 so far: 1,234 samples by 1 peer, loss 1.000"] * 2
+
+
+def test_a_download_of_the_state_after_a_lag_has_a_sentence() -> None:
     assert (
         VolunteerPresentation().sentence(
             events.Resynchronised(epoch=4, loaded=True, reason="fell behind", seconds=0.5)

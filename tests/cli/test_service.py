@@ -84,6 +84,7 @@ def test_an_agent_of_launchd_is_a_property_list_with_the_command(home: Path) -> 
         (["install", "bytelm", "--daily", "x"], "a size is written like 4G"),
         (["install", "/ip4/127.0.0.1/tcp/1/tls/http/p2p/12D3"], "an address does not name a run"),
         (["install", "bytelm", "--as", "a/b", "--no-start"], "letters, digits, dots"),
+        (["install", "bytelm"], "this machine took part in no run 'bytelm'"),
         (["remove"], "no service is installed"),
         (["logs", "--as", "other"], "there is no service 'other'"),
     ],
@@ -104,8 +105,8 @@ def test_one_of_several_services_is_chosen_by_its_name(home: Path, monkeypatch: 
         return "active"
 
     monkeypatch.setattr("swarm.cli.service._run", run)
-    assert service("install", "bytelm").exit_code == 0
-    assert service("install", "bytelm", "--as", "second").exit_code == 0
+    assert service("install", an_invite()).exit_code == 0
+    assert service("install", an_invite(), "--as", "second").exit_code == 0
     assert ["systemctl", "--user", "restart", "swarm-second.service"] in asked
     assert service("status").output.split() == ["active", "active"]
     found = [json.loads(line) for line in service("status", "--json").output.splitlines()]
@@ -114,3 +115,14 @@ def test_one_of_several_services_is_chosen_by_its_name(home: Path, monkeypatch: 
     assert "--as bytelm or --as second" in str(service("remove").exception)
     assert service("remove", "--as", "second").exit_code == 0
     assert [file.name for file in home.rglob("*.service")] == ["swarm-bytelm.service"]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="units of systemd are for Linux")
+def test_without_a_session_of_the_user_the_command_says_what_was_done_and_what_to_do(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = subprocess.CompletedProcess([], 1, "", "Failed to connect to bus: No medium found\n")
+    monkeypatch.setattr("swarm.cli.service.subprocess.run", lambda *_, **__: failed)
+    text = str(service("install", an_invite()).exception)
+    assert "swarm-bytelm.service is written, but the service was not started" in text
+    assert "log in, on the machine or by ssh" in text

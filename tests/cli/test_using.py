@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
 import socket
 from dataclasses import replace
@@ -10,14 +12,19 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from swarm.cli.commands import swarm
 from swarm.cli.identity import open_entry_identity, own_peers
+from swarm.cli.render.live import LiveOutput
 from swarm.cli.render.monitor import ScreenState, Trends, headline, render_screen
+from swarm.cli.render.volunteer import VolunteerPresentation
 from swarm.core.identity import Identity
+from swarm.core.ids import PeerId
+from swarm.dht.logic.clock_offset import ClockOffset
 from swarm.monitor.logic.model import Model
 from swarm.monitor.logic.view import LinkView, MonitorView, RunView
-from swarm.run import machine
+from swarm.run import events, machine
 
 ADDRESS = "/ip4/127.0.0.1/tcp/9/tls/http/p2p/12D3KooWD3eckifWpRn9wQpMG9R9hX3sD158z7EqHWmweQAJU5SA"
 RUN = RunView(run_id="a" * 20, name="tiny", version=2, target=1000)
@@ -44,12 +51,12 @@ def test_a_port_that_is_taken_is_named_with_what_to_do() -> None:
 
 
 def test_an_address_that_was_not_copied_whole_is_recognised() -> None:
-    for command in ("join", "monitor", "contributors", "runs"):
+    for command in ("join", "monitor", "contributors", "runs", "experts", "doctor", "serve"):
         assert "was the address copied whole?" in said(command, ADDRESS[:-7])
 
 
 def test_a_name_that_this_machine_does_not_know_is_explained_by_every_command_that_takes_one() -> None:
-    for command in ("join", "monitor", "contributors"):
+    for command in ("join", "monitor", "contributors", "runs", "experts", "doctor", "serve"):
         assert "this machine took part in no run 'unknown'" in said(command, "unknown", *_yes(command))
 
 
@@ -66,6 +73,7 @@ def view(**changes: Any) -> MonitorView:
     ("changes", "status", "sentence"),
     [
         ({}, "● live", "epoch 7, 0 samples/s by 3 peers"),
+        ({"peers_live": 1, "fraction": 0.3}, "● live", "epoch 7, 30 % of the next, 0 samples/s by 1 peer"),
         ({"peers_live": 0}, "○ nobody trains", "epoch 7: nobody trains this run at the moment"),
         ({"run": replace(RUN, paused=True)}, "‖ paused", "epoch 7: the owner has paused the run"),
         ({"run": replace(RUN, ended=True)}, "■ ended", "epoch 7: the run has ended"),
@@ -125,3 +133,40 @@ def test_a_volunteer_by_address_is_the_same_the_next_time_and_two_at_once_are_tw
     new = open_entry_identity("new", [ADDRESS], "train")
     assert isinstance(new, Identity)
     assert new.peer_id not in own_peers()
+
+
+def test_a_paused_volunteer_shows_why_and_no_pace() -> None:
+    stream = io.StringIO()
+    output = LiveOutput(VolunteerPresentation(), Console(file=stream, force_terminal=True, width=80))
+    joined = {"peer_id": "12D3KooW", "run_id": "a", "join_line": "", "device": "cpu", "data": "texts"}
+    output.emit(events.Joined(**joined, start_s=1.0))
+    output.emit(
+        events.TrainingProgress(
+            epoch=3, loss=2.0, samples_per_s=135.0, swarm_samples=5, swarm_samples_per_s=300.0, peers=2
+        )
+    )
+    output.emit(events.Paused(reason="it is outside of its hours (22:00-07:00)", member=False))
+    output.close()
+    *_, last = stream.getvalue().split("paused: it is outside of its hours")
+    assert "samples/s" not in last
+    assert "135" not in last
+
+
+def test_a_wrong_clock_is_said_in_days() -> None:
+    offset = ClockOffset()
+    for number in range(5):
+        offset.add(PeerId(bytes([number]) * 32), sent_s=0.0, received_s=0.1, peer_s=173_000.0)
+    text = offset.problem(PeerId(bytes(32)), 0.1)
+    assert text is not None
+    assert "is 2.0 days behind its peers' clocks" in text
+
+
+@pytest.mark.parametrize("arguments", [("join", ADDRESS, "--memory", "4", "--yes"), ("config", "daily=5")])
+def test_a_size_without_a_unit_is_asked_for_it(arguments: tuple[str, ...]) -> None:
+    """`--memory 4` meant four bytes."""
+    assert "a size is written with its unit, like 4G or 800M" in said(*arguments)
+
+
+def test_an_identity_is_shown_while_a_volunteer_uses_it(tmp_path: Path) -> None:
+    with contextlib.closing(Identity.load(tmp_path / "identity", create=True)) as own:
+        assert str(own.peer_id) in said("identity")

@@ -9,6 +9,7 @@ import json
 import math
 import re
 import shutil
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ import huggingface_hub
 import swarm
 from swarm.core.errors import NetworkError, SwarmError, UsageError
 from swarm.core.identity import Identity
+from swarm.core.working import Work, shown_by
 from swarm.run.task import make_task
 from swarm.run.tasks.causal_lm import CausalLanguageModel
 from swarm.run.tasks.causal_lm_data import TextData
@@ -279,11 +281,47 @@ def hub(made: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         files.append(SimpleNamespace(rfilename="../../evil.json", size=1, lfs=None, blob_id=""))
         return SimpleNamespace(sha=options["revision"], siblings=files, card_data={"license": "apache-2.0"})
 
+    def download(repository: str, name: str, *, tqdm_class: Any, **options: Any) -> str:
+        size = (made / name).stat().st_size
+        with tqdm_class(total=size, desc=name, unit="B", disable=True) as bar:
+            bar.update(size)
+        return str(made / name)
+
     monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", info)
-    monkeypatch.setattr(
-        huggingface_hub, "hf_hub_download", lambda repository, name, **options: str(made / name)
-    )
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     return made
+
+
+def test_a_download_from_the_hub_is_shown_like_all_work(
+    hub: Path, models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("swarm.core.working.SHOWN_AFTER_S", 0.0)
+    told, shown = threading.Event(), list[Work]()
+
+    def show(work: Work) -> None:
+        shown.append(work)
+        if work.total and work.what.startswith("downloading model.safetensors"):
+            told.set()
+
+    download = huggingface_hub.hf_hub_download
+
+    def slow(repository: str, name: str, **options: Any) -> str:
+        path = str(download(repository, name, **options))
+        assert name != "model.safetensors" or told.wait(20)
+        return path
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", slow)
+    settings = {"model": "owner/tiny", "revision": COMMIT, "method": "lora", "sequence_length": 32}
+    task = make_task("causal-lm", settings)
+    with shown_by(show):
+        task.build_model(0)
+    size = (hub / "model.safetensors").stat().st_size
+    assert any(
+        (work.what, work.done, work.total, work.unit)
+        == ("downloading model.safetensors of owner/tiny", size, size, "bytes")
+        for work in shown
+    )
+    assert "model.safetensors" not in capsys.readouterr().err, "the library has no bar of its own"
 
 
 def test_a_model_of_the_hub_is_described_before_it_is_downloaded_and_verified(

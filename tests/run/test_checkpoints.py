@@ -120,3 +120,34 @@ def test_a_checkpoint_that_a_failed_device_prevents_is_reported_and_leaves_no_fi
     assert emitted == [Notice(text=f"the checkpoint of epoch 4 was not written: {why}")]
     assert optimizer.view.closed
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_volunteer_that_leaves_does_not_say_that_training_continues(tmp_path: Path) -> None:
+    """Before, the message about a full disk said so after Ctrl-C, too."""
+    (tmp_path / "run").write_text("a file where the folder would be")
+    state, _ = saved(tmp_path / "other")
+    with state.lock:
+        state.mark_changed(4)
+
+    class Optimizer:
+        epoch = 4
+
+        def state_view(self) -> Any:
+            return state.view()
+
+    texts: list[str] = []
+
+    def emit(event: Event) -> None:
+        assert isinstance(event, Notice)
+        texts.append(event.text)
+
+    optimizer: Any = Optimizer()
+    config = CheckpointConfig(folder=tmp_path / "run", every_s=1e-9)
+    writer = CheckpointWriter(config, ["weight"], {}, emit)
+    writer.after_epoch(optimizer)
+    Optimizer.epoch = 5
+    writer.close(optimizer)
+    assert len(texts) == 2
+    assert texts[0].endswith("; training continues")
+    assert "could not be written" in texts[1]
+    assert "training continues" not in texts[1]

@@ -104,7 +104,7 @@ def test_a_run_that_needs_more_memory_than_is_allowed_is_refused_before_it_begin
 
 
 def test_sizes_and_durations_with_units_are_parsed() -> None:
-    assert [parse_size(text) for text in ("4G", "800m", "1.5GiB", "12", "2 kB")] == [
+    assert [parse_size(text) for text in ("4G", "800m", "1.5GiB", "12B", "2 kB")] == [
         4 * 10**9,
         800 * 10**6,
         3 << 29,
@@ -118,7 +118,7 @@ def test_sizes_and_durations_with_units_are_parsed() -> None:
         0.0,
         5.0,
     ]
-    for wrong in ("", "G", "-1G", "0", "4X"):
+    for wrong in ("", "G", "-1G", "0", "4X", "4", "800"):
         with pytest.raises(UsageError):
             parse_size(wrong)
     with pytest.raises(UsageError):

@@ -5,6 +5,8 @@ end.
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -17,6 +19,7 @@ from averaging.optim.reports import LoadResult, StepReport
 from averaging.result import RoundResult
 from swarm.core.errors import NotEnoughPeers
 from swarm.core.identity import Identity
+from swarm.core.working import Work, shown_by
 from swarm.run import events
 from swarm.run.microbatches import MicroBatches, StepSize
 from swarm.run.signed import sign
@@ -58,6 +61,7 @@ class FakeData:
 class FakeOptimizer:
     def __init__(self, reports: list[StepReport | BaseException]) -> None:
         self.reports, self.epoch = reports, 0
+        self.swarm_epoch = 0
         self.loads: list[LoadResult] = []
         self.reported: list[dict[str, float]] = []
 
@@ -67,7 +71,9 @@ class FakeOptimizer:
     def zero_grad(self) -> None:
         return None
 
-    def load_state_from_peers(self, timeout_s: float) -> LoadResult:
+    def load_state_from_peers(
+        self, timeout_s: float, on_progress: Callable[[int, int], None] | None = None
+    ) -> LoadResult:
         return self.loads.pop(0)
 
     def step(self, samples: int) -> StepReport:
@@ -82,7 +88,12 @@ class FakeOptimizer:
         mine = PeerProgress(epoch=self.epoch, samples=8, samples_per_s=40.0, counted=8.0, age_s=0.0)
         peers = {OWNER.peer_id: mine}
         return ProgressView(
-            epoch=self.epoch, swarm_epoch=self.epoch, samples=8.0, target=16, samples_per_s=40.0, peers=peers
+            epoch=self.epoch,
+            swarm_epoch=max(self.epoch, self.swarm_epoch),
+            samples=8.0,
+            target=16,
+            samples_per_s=40.0,
+            peers=peers,
         )
 
 
@@ -117,6 +128,29 @@ class FakeVolunteer:
 
 def report(epoch: int = 0, *, stepped: bool = False, **fields: Any) -> StepReport:
     return StepReport(epoch=epoch, stepped=stepped, samples=8, accumulated=0 if stepped else 8, **fields)
+
+
+def test_a_peer_that_is_behind_shows_that_it_catches_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm.core.working.SHOWN_AFTER_S", 0.0)
+    shown, was_shown = list[str](), threading.Event()
+
+    class Slow(FakeOptimizer):
+        def step(self, samples: int) -> StepReport:
+            assert self.epoch == self.swarm_epoch or was_shown.wait(20.0)
+            return super().step(samples)
+
+    def show(work: Work) -> None:
+        shown.append(work.what)
+        was_shown.set()
+
+    one = FakeVolunteer()
+    one.optimizer = one.training.optimizer = Slow([report(), report(5)])
+    with shown_by(show):
+        one.training.step()
+        assert not shown, "it is where the others are"
+        one.optimizer.swarm_epoch = 5
+        one.training.step()
+    assert {*shown} == {"catching up with the swarm"}
 
 
 def test_an_epoch_event_has_the_contribution_of_this_peer() -> None:

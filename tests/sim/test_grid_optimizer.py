@@ -68,6 +68,33 @@ def test_four_peers_in_groups_of_two_train_as_one_machine_would(seed: int) -> No
     run_virtual(scene())
 
 
+def credited(peer: SimulatedTrainer) -> list[tuple[int, int]]:
+    """Return the samples that this peer contributed to each epoch whose certificate names it, with those that
+    the certificate credits it with.
+    """
+    found = []
+    for report in peer.reports:
+        certificate = report.round.certificate if report.stepped and report.round is not None else None
+        if certificate is not None and peer.node.peer_id in certificate.proposal.contributors:
+            place = certificate.proposal.contributors.index(peer.node.peer_id)
+            found.append((report.contributed, certificate.proposal.samples[place]))
+    return found
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_electors_certificate_credits_own_samples_although_weights_are_those_of_cells(seed: int) -> None:
+    async def scene() -> None:
+        async with trainers(seed, 4, PAIRS) as swarm:
+            swarm.peers[0].step_s *= 3  # unequal contributions, which cells average
+            await train(swarm, EPOCHS)
+            pairs = [pair for peer in swarm.peers for pair in credited(peer)]
+            assert len(pairs) == 2 * EPOCHS, "two electors decide each epoch"
+            assert all(given == counted for given, counted in pairs)
+            assert len({given for given, _ in pairs}) > 1
+
+    run_virtual(scene())
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_electors_hold_the_canonical_state_and_peers_far_from_it_fetch_it(seed: int) -> None:
     async def scene() -> None:

@@ -77,7 +77,7 @@ def test_a_reader_gets_the_totals_of_trainers_of_which_one_has_left_and_one_came
             await asyncio.sleep(250.0)
             reader = network.peer()
             contacts = [one.peer.contact for one in peers[2:]]
-            totals = await fetch_totals(reader.caller, RUN, contacts)
+            totals = (await fetch_totals(reader.caller, RUN, contacts)).totals
             receipt = await fetch_receipt(reader.caller, RUN, contacts[1])
             await swarm.close()
         return totals, [one.peer.peer_id for one in peers], receipt is not None

@@ -16,12 +16,14 @@ from typing import Any
 
 import pytest
 
+from averaging.optim.exchange import fetch_history
 from swarm.cli import main
 from swarm.core.ids import Contact
 from swarm.metrics.record import metrics_keys
 from swarm.monitor.prometheus import MetricsServer
 from swarm.monitor.watching import Watch, WatchConfig
 from swarm.node import Node
+from swarm.run import contributors
 from tests.wire.watched_run import NAME, watched_run
 
 _WAIT_S = 20.0
@@ -213,3 +215,30 @@ def test_an_address_without_a_peer_is_reported_at_once(capsys: pytest.CaptureFix
         address = gone.addresses[0]
     assert main(["monitor", address, "--once"]) == 1
     assert "Ask for the address of another live peer" in capsys.readouterr().err
+
+
+def test_a_poll_fetches_the_history_of_each_peer_once(
+    run: list[Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For members and totals together."""
+    wait_for_metrics(run)
+    asked: list[str] = []
+    totals = threading.Semaphore(0)
+    fetch, read = fetch_history, contributors.totals_of
+
+    async def counted(caller: Any, run_id: str, contact: Contact, heads: Any) -> Any:
+        asked.append(contact.peer_id.short)
+        return await fetch(caller, run_id, contact, heads)
+
+    async def followed(*given: Any) -> Any:
+        found = await read(*given)
+        totals.release()
+        return found
+
+    monkeypatch.setattr(contributors, "fetch_history", counted)
+    monkeypatch.setattr("swarm.monitor.watching.totals_of", followed)
+    entry = tuple(Contact.parse(node.addresses[0]) for node in run[1:])
+    with Watch(WatchConfig(entry=entry, run=NAME)) as watch:
+        assert totals.acquire(timeout=_WAIT_S)
+        assert sorted(asked) == sorted(one.peer_id.short for one in entry)
+        until(lambda: watch.view().leaders, "totals")

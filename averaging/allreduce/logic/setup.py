@@ -71,12 +71,15 @@ def proposal_of(group: Group, history: RoundLineage | None) -> Proposal:
 
 
 def _samples(group: Group, history: RoundLineage) -> tuple[int, ...]:
-    """Return the samples that the certificate credits to each contributor. A round over the state has none,
-    and in the electors' cell of the grid weights are those of whole cells.
+    """Return the samples that the certificate credits to each contributor. A round over the state has none.
+    In the electors' cell of the grid weights are those of whole cells, and members state their own samples.
     """
-    if history.kind is RoundKind.STATE or history.seats:
+    if history.kind is RoundKind.STATE:
         return ()
-    return tuple(min(int(member.weight), SAMPLES_MAX) for member in group.members if member.weight > 0.0)
+    contributors = [member for member in group.members if member.weight > 0.0]
+    if history.seats:
+        return tuple(member.samples for member in contributors)
+    return tuple(min(int(member.weight), SAMPLES_MAX) for member in contributors)
 
 
 def _grid_rounds(group: Group) -> int:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from averaging.history.certificate import GRID_ROUNDS_MAX
+from averaging.history.certificate import GRID_ROUNDS_MAX, SAMPLES_MAX
 from averaging.history.electors import ELECTORS_MAX
 from swarm.core.errors import UsageError
 from swarm.core.ids import Contact, PeerId
@@ -41,6 +41,8 @@ class Member:
     new_hour: bool = False
     # electors of the head whose goodbyes this member knows: a bit for each, the lowest for the most senior
     gone: int = 0
+    # in the electors' cell of the grid, where weights are those of whole cells: its own samples
+    samples: int = 0
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.weight) and 0.0 <= self.weight <= WEIGHT_MAX):
@@ -53,6 +55,8 @@ class Member:
             raise UsageError(f"an epoch has at most {GRID_ROUNDS_MAX} rounds, not {self.grid_rounds}")
         if not 0 <= self.gone < 1 << ELECTORS_MAX:
             raise UsageError(f"a run has at most {ELECTORS_MAX} electors")
+        if not 0 <= self.samples <= SAMPLES_MAX:
+            raise UsageError(f"a member has at most {SAMPLES_MAX} samples in a round, not {self.samples}")
         if self.auxiliary and self.weight != 0.0:
             raise UsageError("an auxiliary peer contributes nothing: its weight is 0")
 

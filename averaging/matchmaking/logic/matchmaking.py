@@ -229,6 +229,7 @@ class Matchmaker:
             grid_rounds=join.grid_rounds,
             new_hour=join.new_hour,
             gone=join.gone,
+            samples=join.samples,
         )
         if len(join.gathered) > GATHERED_BYTES_MAX:
             raise UsageError(

@@ -126,6 +126,7 @@ class Join:
     grid_rounds: int = 0
     new_hour: bool = False
     gone: int = 0
+    samples: int = 0
     gathered: bytes = b""
 
 

@@ -140,6 +140,7 @@ class Search:
             grid_rounds=self.member.grid_rounds,
             new_hour=self.member.new_hour,
             gone=self.member.gone,
+            samples=self.member.samples,
             gathered=self.request.gathered,
         )
 

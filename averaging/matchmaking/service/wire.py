@@ -181,6 +181,7 @@ def encode_join(join: Join, *, name: AveragerName, now_s: float) -> group_pb2.Jo
         grid_rounds=join.grid_rounds,
         new_hour=join.new_hour,
         gone=join.gone,
+        samples=join.samples,
         gathered=join.gathered,
     )
 
@@ -196,6 +197,7 @@ def decode_join(message: group_pb2.Join, caller: PeerId, now_s: float) -> Join:
         grid_rounds=message.grid_rounds,
         new_hour=message.new_hour,
         gone=message.gone,
+        samples=message.samples,
         gathered=message.gathered,
     )  # the bounds of these values are checked by `Member`
 
@@ -213,6 +215,7 @@ def encode_join_answer(answer: Group | Answer, *, now_s: float) -> group_pb2.Joi
             grid_rounds=member.grid_rounds,
             new_hour=member.new_hour,
             gone=member.gone,
+            samples=member.samples,
             gathered=gathered,
         )
         for member, gathered in zip(answer.members, answer.gathered, strict=True)
@@ -242,6 +245,7 @@ def decode_join_answer(message: group_pb2.JoinAnswer, now_s: float) -> Group | A
                     grid_rounds=one.grid_rounds,
                     new_hour=one.new_hour,
                     gone=one.gone,
+                    samples=one.samples,
                 )
                 for one in group.members
             ),

@@ -6,8 +6,10 @@ command's `Presentation` describes the events in words and draws the picture.
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from swarm.cli.render.output import (
@@ -18,8 +20,9 @@ from swarm.cli.render.output import (
     Result,
     output_kind,
 )
+from swarm.core.working import Work, shown_by
 
-__all__ = ["Output", "Presentation", "make_output", "output_kind", "print_result"]
+__all__ = ["Output", "Presentation", "make_output", "output_kind", "print_result", "shown_work"]
 
 
 def make_output(presentation: Presentation, *, as_json: bool) -> Output:
@@ -32,6 +35,26 @@ def make_output(presentation: Presentation, *, as_json: bool) -> Output:
 
         return LiveOutput(presentation)
     return PlainOutput(presentation, sys.stdout)
+
+
+@contextlib.contextmanager
+def shown_work(arguments: Sequence[str]) -> Iterator[None]:
+    """Show work of a command that has no `Output` of its own, or before it has one. `arguments`: those of the
+    command.
+    """
+    with contextlib.ExitStack() as stack:
+        made: list[Output] = []
+        lock = threading.Lock()
+
+        def show(work: Work) -> None:
+            with lock:  # rich is imported when there is something to show
+                if not made:
+                    made.append(make_output(Presentation(), as_json="--json" in arguments))
+                    stack.callback(made[0].close)
+            made[0].show_work(work)
+
+        with shown_by(show):
+            yield
 
 
 def print_result(kind: str, fields: Mapping[str, Any], text: str, *, as_json: bool) -> None:

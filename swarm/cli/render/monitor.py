@@ -136,10 +136,11 @@ def headline(view: MonitorView) -> str:
         return f"epoch {view.epoch:,}: {state or 'nobody trains this run at the moment'}"
     loss = f", loss {view.loss:.3f}" if view.loss is not None else ""
     held_out = f" (held out {view.validation_loss:.3f})" if view.validation_loss is not None else ""
-    part = f" {100 * view.fraction:.0f} %" if view.fraction is not None else ""
+    part = f", {100 * view.fraction:.0f} % of the next" if view.fraction is not None else ""
+    people = f"{view.peers_live} peer{'s' if view.peers_live != 1 else ''}"
     return (
         f"epoch {view.epoch:,}{part}{loss}{held_out}, "
-        f"{view.samples_per_s:,.0f} samples/s by {view.peers_live} peers{_divided(view)}"
+        f"{view.samples_per_s:,.0f} samples/s by {people}{_divided(view)}"
     )
 
 

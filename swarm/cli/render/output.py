@@ -6,6 +6,7 @@ printed, so that a peer cannot control the terminal.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -15,12 +16,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TextIO
 
+from swarm.core.working import Work, shown_by
 from swarm.run.events import Event, Failed, Listening, Notice
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _TEXT_MAX = 2000
+_WORK_LINE_S = 10.0  # between two lines about the same work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,17 +74,27 @@ class Presentation:
 
 
 class Output:
-    """Base class of the renderers: a context manager that shows events."""
+    """Base class of the renderers: a context manager that shows events, and meanwhile the work of this
+    process that takes longer than a second (`swarm.core.working`).
+    """
+
+    _shown: contextlib.ExitStack
 
     def __enter__(self) -> Self:
+        self._shown = contextlib.ExitStack()
+        self._shown.enter_context(shown_by(self.show_work))
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._shown.close()
         self.close()
 
     def emit(self, event: Event) -> None:
         """Show an event. May be called from any thread."""
         raise NotImplementedError
+
+    def show_work(self, work: Work) -> None:
+        """Show work that takes longer than a second. May be called from any thread."""
 
     def ask(self, text: str) -> bool:
         """Ask the user a question. Return False if there is no terminal."""
@@ -108,16 +121,43 @@ class JsonOutput(Output):
 
 
 class PlainOutput(Output):
-    """Prints events as sentences without control characters, for logs and pipes."""
+    """Prints events as sentences without control characters, for logs and pipes. Lines about work in progress
+    go to standard error, so that a pipe has the results only.
+    """
 
     def __init__(self, presentation: Presentation, stream: TextIO) -> None:
         self._presentation = presentation
         self._stream = stream
+        self._work_shown_s: dict[str, float] = {}  # seconds of each work at its last line
 
     def emit(self, event: Event) -> None:
         text = self._presentation.sentence(event) if self._presentation.is_due(event) else ""
         if text:
             _write_line(self._stream, printable(text))
+
+    def ask(self, text: str) -> bool:
+        if not (sys.stdin.isatty() and self._stream.isatty()):
+            return False
+        import click
+
+        return click.confirm(printable(text), default=True)
+
+    def choose(self, text: str, count: int) -> int | None:
+        if not (sys.stdin.isatty() and self._stream.isatty()):
+            return None
+        import click
+
+        return int(click.prompt(printable(text), type=click.IntRange(1, count)))
+
+    def show_work(self, work: Work) -> None:
+        """Print a line when the work begins to be shown, and then one every `_WORK_LINE_S`."""
+        if work.is_over:
+            self._work_shown_s.pop(work.what, None)
+            return
+        before_s = self._work_shown_s.get(work.what)
+        if before_s is None or work.seconds - before_s >= _WORK_LINE_S:
+            self._work_shown_s[work.what] = work.seconds
+            _write_line(sys.stderr, printable(work.text))
 
 
 def _write_line(stream: TextIO, line: str) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from swarm.run.contributions import Given
 
 _EPOCH_LINE_S = 1.0  # shortest interval between the lines of two epochs in a log
+_PROGRESS_LINE_S = 10.0  # the same within an epoch
 _CONTRIBUTION_LINE_S = 600.0  # the same for contributions
 _HISTORY_MAX = 10_000  # epochs in the graph of losses
 _BAR = 30  # width in columns
@@ -31,6 +32,7 @@ class VolunteerPresentation(Presentation):
 
     def __init__(self) -> None:
         self._next_epoch_s = float("-inf")
+        self._next_progress_s = time.monotonic() + _PROGRESS_LINE_S
         self._next_contribution_s = time.monotonic() + _CONTRIBUTION_LINE_S
         self._shown = False
         self._losses: list[float] = []
@@ -47,6 +49,11 @@ class VolunteerPresentation(Presentation):
             if time.monotonic() < self._next_epoch_s:
                 return False
             self._next_epoch_s = time.monotonic() + _EPOCH_LINE_S
+            self._next_progress_s = time.monotonic() + _PROGRESS_LINE_S
+        if isinstance(event, events.TrainingProgress):
+            if time.monotonic() < self._next_progress_s:
+                return False
+            self._next_progress_s = time.monotonic() + _PROGRESS_LINE_S
         if isinstance(event, events.ContributionSums):
             if time.monotonic() < self._next_contribution_s:
                 return False
@@ -56,6 +63,7 @@ class VolunteerPresentation(Presentation):
     def sentence(self, event: events.Event) -> str:
         match event:
             case events.RunFound():
+                self._target = event.target_batch_size
                 return _run_description(event)
             case events.Joined():
                 others = f"\nothers join with: {event.join_line}" if event.join_line else ""
@@ -83,6 +91,8 @@ class VolunteerPresentation(Presentation):
                 )
             case events.Contributed():
                 return f"contributing since {event.start_s:.1f} s after the start (epoch {event.epoch})"
+            case events.TrainingProgress():
+                return _progress(event, self._target)
             case events.EpochDone():
                 return _epoch(event)
             case events.ContributionSums():
@@ -208,6 +218,14 @@ def given(sums: Given) -> str:
     energy = f", {sums.joules / 3.6e6:.2f} kWh" if sums.joules >= 3.6e4 else ""
     traffic = f"{size(sums.sent_bytes)} sent, {size(sums.received_bytes)} received"
     return f"{sums.samples:,} samples in {duration(sums.seconds)} ({traffic}{energy})"
+
+
+def _progress(event: events.TrainingProgress, target: int) -> str:
+    of_target = f" of {target:,}" if target else ""
+    return (
+        f"epoch {event.epoch + 1} so far: {event.swarm_samples:,}{of_target} samples by {event.peers} "
+        f"peer{'s' if event.peers != 1 else ''}, loss {event.loss:.3f}"
+    )
 
 
 def _epoch(event: events.EpochDone) -> str:

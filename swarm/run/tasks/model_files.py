@@ -18,6 +18,7 @@ from swarm.core.errors import NetworkError, SwarmError, UsageError
 from swarm.core.files import replace_durably
 from swarm.core.home import home
 from swarm.core.wording import size
+from swarm.core.working import Update, working
 
 HUB_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}$"
 _CONFIG = "config.json"
@@ -149,7 +150,16 @@ class HubFiles:
         from huggingface_hub import hf_hub_download
 
         try:
-            path = Path(hf_hub_download(self._name, one.name, repo_type=self._kind, revision=self._revision))
+            with working(f"downloading {one.name} of {self._name}", unit="bytes") as update:
+                path = Path(
+                    hf_hub_download(
+                        self._name,
+                        one.name,
+                        repo_type=self._kind,
+                        revision=self._revision,
+                        tqdm_class=_bar_for(update),
+                    )
+                )
         except (OSError, ValueError) as error:
             raise NetworkError(
                 f"{one.name} of {self._name} could not be downloaded: {_line(error)}"
@@ -262,11 +272,30 @@ def read_json(path: Path, bytes_max: int) -> dict[str, Any]:
     return table
 
 
+def _bar_for(update: Update) -> type[Any]:
+    """Return a class with which the hub's library reports a download, instead of a bar of its own."""
+    from huggingface_hub.utils import tqdm
+
+    class Bar(tqdm):  # type: ignore[misc]
+        def __init__(self, *given: Any, **options: Any) -> None:
+            super().__init__(*given, **{**options, "disable": True})  # it prints nothing, and counts nothing
+            self._done = int(options.get("initial") or 0)
+
+        def update(self, n: float | None = 1) -> None:
+            self._done += int(n or 0)
+            update(self._done, int(self.total or 0))
+
+    return Bar
+
+
 def _hash_of(path: Path, digest: Any) -> str:
     """Return the digest, after updating it with the content of a file."""
-    with path.open("rb") as stream:
+    done, total = 0, path.stat().st_size
+    with working(f"checking {path.name}", unit="bytes") as update, path.open("rb") as stream:
         while part := stream.read(_READ_BYTES):
             digest.update(part)
+            done += len(part)
+            update(done, total)
     return str(digest.hexdigest())
 
 

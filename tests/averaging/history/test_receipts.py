@@ -143,6 +143,14 @@ def test_of_more_peers_than_a_receipt_names_those_with_the_fewest_samples_are_dr
     assert len(encode_receipt(signed(largest, PEERS))) < RECEIPT_BYTES_MAX
 
 
+def test_sums_stay_within_what_a_receipt_can_hold() -> None:
+    most = Credit(1 << 62, 1 << 62)
+    before = Totals(samples=1 << 62, by_peer=dict.fromkeys(PEERS[:3], most))
+    after = before.after(made(history_of(1), [900, 1000, 1100]))
+    assert after.by_peer == before.by_peer
+    decode_receipt(encode_receipt(signed(after, PEERS[:2])))
+
+
 BODY = [RUN, HEAD, [1, 1, 1, 1], PEERS[0].public_key, [5], [1], {}]
 
 
