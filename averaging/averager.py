@@ -122,14 +122,15 @@ class Averager:
         self.node, self.name = node, place.name.averager
         self.auxiliary = auxiliary
         self.min_fraction = min_fraction
-        self._names = tuple(tensors) if isinstance(tensors, Mapping) else ()
-        self._staging = Staging(list(tensors.values() if isinstance(tensors, Mapping) else tensors))
+        names = tuple(tensors) if isinstance(tensors, Mapping) else ()
+        values = list(tensors.values() if isinstance(tensors, Mapping) else tensors)
+        self._staging = Staging(values, names=names)
         self._round = RoundConfig(aggregation=self._aggregation, audit=audit, min_fraction=min_fraction)
         self._mixed: MixedCodecs | None = None
         if not isinstance(codec, str):
             if strategy is not None or error_feedback:
                 raise UsageError("PowerSGD and error feedback need one codec: give its name")
-            self._mixed = MixedCodecs(self._names, self._staging.tensors, codec)
+            self._mixed = MixedCodecs(names, self._staging.tensors, codec)
             codec = "float32"  # unused
         self._codec = find(codec)
         self._low_rank = self._factored(strategy, codec, audit) if strategy is not None else None
@@ -317,7 +318,6 @@ class Averager:
             )
         assert not isinstance(self.feedback, LowRank)
         vector = self._staging.take(read_in_place=read_in_place) if gives else self._staging.nothing()
-        vector.describe = functools.partial(self._staging.layout.describe, names=self._names)
         return WholeVector(
             all_reduce=all_reduce,
             vector=vector,

@@ -7,7 +7,6 @@ they were. The last one is that of the most elements. Clipping and robust rules 
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -40,7 +39,6 @@ class _Part:
 
     codec: Codec
     places: list[int]  # in the averager's list of tensors
-    names: list[str]
     staging: Staging
     result_buffer: ResultBuffer
     averages: Averages | None = None
@@ -68,11 +66,13 @@ class MixedCodecs:
 
     @staticmethod
     def _part(codec: str, places: list[int], names: Sequence[str], tensors: Sequence[torch.Tensor]) -> _Part:
-        staging = Staging([tensors[place] for place in places])
+        staging = Staging(
+            [tensors[place] for place in places],
+            names=[names[place] if names else str(place) for place in places],
+        )
         return _Part(
             codec=find(codec),
             places=places,
-            names=[names[place] if names else str(place) for place in places],
             staging=staging,
             result_buffer=ResultBuffer(staging.queues),
         )
@@ -106,10 +106,8 @@ class MixedCodecs:
         vectors = []
         for part in self._parts:
             part.averages = None
-            staging = part.staging
-            vector = staging.take(read_in_place=read_in_place) if gives else staging.nothing()
-            vector.describe = functools.partial(staging.layout.describe, names=part.names)
-            vectors.append(vector)
+            take = part.staging.take
+            vectors.append(take(read_in_place=read_in_place) if gives else part.staging.nothing())
         return InTurn(all_reduce, config, history, self._parts, vectors)
 
     @property

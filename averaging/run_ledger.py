@@ -92,7 +92,7 @@ class RunLedger:
 
     def _count(self, peer: PeerId, reason: str, *, held: bool = False) -> None:
         _log.info("peer %s is passed over for some rounds: %s", peer, reason)
-        self._ledger.fault(peer, reason, self._clock.swarm_s(), held=held)
+        self._ledger.fault(peer, self._clock.swarm_s(), held=held)
 
     def _settle(self, *, counts: bool) -> None:
         """Count the faults that are uncertain, or forget them. The lock is held."""

@@ -112,6 +112,10 @@ def index_page(found: Mapping[str, Mapping[str, Record]]) -> str:
     """Return the overview: what is compared, how, and which aims are met or missed."""
     lines = ["# Benchmarks", "", *_METHOD.strip().splitlines(), ""]
     lines += ["`make bench` measures, and writes these pages and charts from `benchmarks/figures/`.", ""]
+    lines += [
+        "![Ratios of swarm to hivemind in ten rows, as bars on a logarithmic scale](../images/scorecard.svg)",
+        "",
+    ]
     lines += _table(
         ["section", "what is compared", "aims met", "aims missed"], [_summary(*one) for one in found.items()]
     )

@@ -224,7 +224,7 @@ FUNCTION_FRAGMENT = re.compile(r"(?:How|Is|As|For)\b")
 UNUSED_WORDS = re.compile(
     r"\b(?:whom|whoever|lest|anew|afresh|thereby|hearsay|buried|bury|buries|beaten|in the place of)\b"
     r"|\bso (?:long|many|often)\b(?! as\b)"
-    r"|\b(?:goes|go|went|gone) on\b|\bfor (?:ever|good)\b|\bat hand\b|\bnobody but\b|\bof one's own\b"
+    r"|\b(?:goes|go|went|gone|going) on\b|\bfor (?:ever|good)\b|\bat hand\b|\bnobody but\b|\bof one's own\b"
     r"|\b(?:comes|becomes) of\b|\bbefall|\b(?:tells?|told) apart\b|\bin the eyes of\b|\bturn(?:s|ed)? bad\b",
     re.IGNORECASE,
 )
@@ -294,6 +294,31 @@ def test_a_public_class_name_has_one_meaning() -> None:
                 modules.setdefault(node.name, []).append(name_of(path))
     shared = {name: paths for name, paths in modules.items() if len(paths) > 1}
     assert not shared, f"rename one of each: {shared}"
+
+
+# private attributes of others that this project sets
+SET_FOR_OTHERS = {"_lead_or_follow", "_selector", "_torchdynamo_disable"}
+
+
+@pytest.mark.parametrize("folder", sorted({folder_of(path) for path in PACKAGE_SOURCES}))
+def test_private_values_are_read_in_the_module_that_sets_them(folder: str) -> None:
+    found = []
+    for path in code_of(folder):
+        assigned: dict[str, int] = {}
+        read: set[str] = set()
+        for node in ast.walk(tree_of(path)):
+            name = getattr(node, "attr", None) or getattr(node, "id", None) or getattr(node, "value", None)
+            is_stored = isinstance(getattr(node, "ctx", None), ast.Store)
+            if isinstance(name, str) and not is_stored:
+                read.add(name)
+            elif isinstance(node, ast.Attribute) or (isinstance(node, ast.Name) and node.col_offset == 0):
+                assigned[str(name)] = node.lineno
+        found += [
+            f"{name_of(path)}:{line} {name}"
+            for name, line in assigned.items()
+            if is_private(name) and name not in read | SET_FOR_OTHERS
+        ]
+    assert not found, f"nobody reads these: {found}"
 
 
 COPIED_LINES_MAX = 9

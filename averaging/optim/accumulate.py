@@ -61,7 +61,7 @@ class GradientAccumulator:
                 "there is nothing to train: no parameter of the optimizer is a floating-point tensor that "
                 "requires a gradient"
             )
-        self.parameters, self.storage = tuple(parameters), storage
+        self.parameters = tuple(parameters)
         self.names = tuple(names) or tuple(placeholder_names(len(self.parameters)))
         self.buffers = [zeros_beside(p, storage) for p in self.parameters]
         self.samples = 0  # includes micro-steps that may still be refused

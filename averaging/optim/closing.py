@@ -216,7 +216,7 @@ class EpochCloser:
             self._tracker.wait_full(self._state.epoch + 1, _QUORUM_PAUSE_S, self.is_behind)
         self.round_is_break = history.is_break
         if history.is_break:
-            _log.warning("going on without a majority of the peers that decide about this run")
+            _log.warning("continuing without a majority of the peers that decide about this run")
         return None
 
     def _wait_to_begin(self, failed: int) -> CloseOutcome | None:

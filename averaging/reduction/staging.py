@@ -8,6 +8,7 @@ long as the averager, so that rounds need not allocate it again.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -23,9 +24,11 @@ from swarm.core.errors import UsageError
 class Staging:
     """The tensors to average. They may be of any float type, stride and device, and on several devices."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], queues: Queues | None = None) -> None:
-        """Check the tensors. `queues`: the queues of their devices; None: made here. Raises UsageError for
-        tensors that cannot be averaged.
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], queues: Queues | None = None, names: Sequence[str] = ()
+    ) -> None:
+        """Check the tensors. `queues`: the queues of their devices; None: made here. `names`: their names in
+        messages; empty when they have none. Raises UsageError for tensors that cannot be averaged.
         """
         self.tensors = tuple(tensors)
         for place, tensor in enumerate(self.tensors):
@@ -37,6 +40,7 @@ class Staging:
         self.layout = TensorLayout.of(self.tensors)
         _refuse_overlaps(self.tensors)
         self.queues = Queues(tensor.device for tensor in self.tensors) if queues is None else queues
+        self._describe = functools.partial(self.layout.describe, names=tuple(names))
         # by device: flat float32, of the largest size needed so far
         self._copies: dict[torch.device, torch.Tensor] = {}
 
@@ -119,7 +123,7 @@ class Staging:
                 run = (tensor.device, place[0] if run is None else run[1], place[1])
         if run is not None:
             pieces.append(self._copies[run[0]][run[1] : run[2]])
-        return FlatVector(pieces, self.queues)
+        return FlatVector(pieces, self.queues, self._describe)
 
     def _places(self, *, read_in_place: bool) -> list[tuple[int, int] | None]:
         """Return the range of each tensor in the copies of its device, allocating these as needed; None for a

@@ -23,9 +23,15 @@ HOST = torch.device("cpu")
 class FlatVector:
     """Flat, contiguous float32 tensors, end to end. Holds references and never copies."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], queues: Queues | None = None) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        queues: Queues | None = None,
+        describe: Callable[[int], str] = "element {} of its vector".format,
+    ) -> None:
         """Check the tensors. `queues`: of their devices, forked after the calls that made the values; None:
-        made here. Raises UsageError when a tensor is not flat contiguous float32.
+        made here. `describe` returns the words for an element, for messages. Raises UsageError when a tensor
+        is not flat contiguous float32.
         """
         for tensor in tensors:
             if (
@@ -40,8 +46,7 @@ class FlatVector:
                 )
         self._tensors = [tensor for tensor in tensors if tensor.numel()]
         self._starts = [0, *accumulate(tensor.numel() for tensor in self._tensors)]
-        # Describes an element in messages; replaced where the tensors have names.
-        self.describe: Callable[[int], str] = "element {} of its vector".format
+        self.describe = describe
         self.devices = tuple(dict.fromkeys(tensor.device for tensor in self._tensors))
         self.queues = Queues(self.devices) if queues is None else queues
 

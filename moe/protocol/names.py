@@ -110,11 +110,6 @@ class ExpertGrid:
         """Return the number of names that the pattern stands for; it may be far too large to list them."""
         return math.prod(self.shape)
 
-    @property
-    def root(self) -> ExpertUid:
-        """Return the prefix that all names of the pattern share: the grid's name."""
-        return ExpertUid(self.block, ())
-
     def __contains__(self, uid: ExpertUid) -> bool:
         return (
             uid.block == self.block

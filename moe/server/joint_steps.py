@@ -99,7 +99,6 @@ class JointExpert:
         self._tensors: Tensors = []
         self._own_gradients = OwnGradients()
         self._met_unknown = met_unknown  # a replica has called that the directory did not have yet
-        self.steps = 0
 
     @property
     def is_busy(self) -> bool:
@@ -291,7 +290,6 @@ class JointExpert:
                 self._counts.distrust((verdict.excessive | verdict.unkept) - late, now_s)
             else:
                 self._failed_rounds = 0
-                self.steps += 1
         finally:
             await self._end_work()
 

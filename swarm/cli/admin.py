@@ -81,7 +81,7 @@ def _set_paused(run: str | None, *, paused: bool, free: bool = False, as_json: b
         print_result(
             "pause" if paused else "resume",
             {"pid": one.pid, "run": one.full_name},
-            f"{'pausing' if paused else 'going on'}: {one.full_name}, process {one.pid}",
+            f"{'pausing' if paused else 'resuming'}: {one.full_name}, process {one.pid}",
             as_json=as_json,
         )
     return 0
@@ -224,4 +224,4 @@ def temporary_node(
                 raise NotInvited(f"{node.not_invited}. {hint}")
             raise refusal(node, entries[-1:])
         store = SpecificationStore(specifications_folder())
-        yield node, RunDirectory(node.dht.service, node.peer_id, clock=node.clock, store=store)
+        yield node, RunDirectory(node.dht.service, clock=node.clock, store=store)

@@ -73,7 +73,7 @@ def contributors(
         Node(bootstrap=entry.bootstrap, listen=None, identity=own) as node,
     ):
         enter(node, entry.bootstrap)
-        directory = RunDirectory(node.dht.service, node.peer_id, clock=node.clock)
+        directory = RunDirectory(node.dht.service, clock=node.clock)
         signed = find_run(node, directory, entry.run)
         if signed.is_grid:
             raise UsageError(

@@ -92,7 +92,7 @@ class OwnerConsole:
 
         self._watch, self._owner, node = watch, owner, watch.node
         store = SpecificationStore(specifications_folder())
-        self._directory = RunDirectory(node.dht.service, node.peer_id, clock=node.clock, store=store)
+        self._directory = RunDirectory(node.dht.service, clock=node.clock, store=store)
         self.signed: SignedSpecification = self._specification()
         if self.signed.owner != owner.peer_id:
             raise UsageError(

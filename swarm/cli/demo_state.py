@@ -54,7 +54,6 @@ class DemoState:
         self.losses: dict[int, list[float]] = {}  # epoch -> losses that its members reported
         self.validation: dict[int, float] = {}
         self.swarm_samples_per_s = 0.0
-        self.parameters = 0
         self.target = 0
         self.filled = 0
         self.trained_s = 0.0  # since all volunteers train
@@ -88,7 +87,7 @@ class DemoState:
             peer.peer_id, peer.status = event["peer_id"], "preparing"
             self.invite = self.invite or event["invite"]
         elif kind == "run":
-            self.parameters, self.target = event["parameters"], event["target_batch_size"]
+            self.target = event["target_batch_size"]
         elif kind == "state":
             peer.status, peer.epoch = "downloaded", event["epoch"]
         elif kind == "joined":

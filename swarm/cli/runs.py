@@ -164,7 +164,7 @@ def _read_swarm(entry: RunEntry) -> list[_FoundRun]:
         Node(bootstrap=entry.bootstrap, listen=None, identity=own) as node,
     ):
         enter(node, entry.bootstrap)
-        directory = RunDirectory(node.dht.service, node.peer_id, clock=node.clock)
+        directory = RunDirectory(node.dht.service, clock=node.clock)
         with working("reading the catalogue") as update:
             return node.network.run(_read(node, directory, update), RUNS_MAX * _READ_S)
 

@@ -276,7 +276,7 @@ def _is_of_another_owner(choices: ServeChoices, own: Identity, offered: GridSpec
         return True
     with Node(bootstrap=choices.addresses, listen=None) as node:
         enter(node, choices.addresses)
-        directory = RunDirectory(node.dht.service, node.peer_id, clock=node.clock)
+        directory = RunDirectory(node.dht.service, clock=node.clock)
         listed = node.network.run(directory.listings(), _CREATE_S_MAX)
     mine = run_id_of(own.peer_id, offered.name, offered.recovery_peer)
     return any(one.name == offered.name for one in listed) and all(one.run_id != mine for one in listed)
@@ -295,7 +295,7 @@ def _enter_grid(
     from swarm.run.specification_store import SpecificationStore
 
     store = SpecificationStore(specifications_folder())
-    directory = RunDirectory(node.dht.service, node.peer_id, clock=node.clock, store=store)
+    directory = RunDirectory(node.dht.service, clock=node.clock, store=store)
     created = False
     if offered is not None and choices.grid is None:
         given = choices.given_keys(offered)

@@ -43,8 +43,6 @@ _GRID_OPTIONS = {
     "open_training": "guests",
     "is_open": "members",
 }
-# keys of the file that a joining server may choose differently
-_OWNERS_MATTERS = {"description", "members", "recovery_key", "confirmed", *GridSpecification.OWNERS_KEYS}
 _LOAD_S = 0.5  # between two load events
 _LOAD_JSON_S = 2.0  # the same with --json
 _WITH_A_FILE = {"experts", "module"}  # those of these options that may be combined with a grid's file

@@ -324,7 +324,7 @@ class _Session:
         self.node, self.own, self.output = node, own, output
         self.shutdown, self.choices = shutdown, choices
         self._store = SpecificationStore(specifications_folder())
-        self.directory = RunDirectory(node.dht.service, node.peer_id, clock=node.clock, store=self._store)
+        self.directory = RunDirectory(node.dht.service, clock=node.clock, store=self._store)
 
     def emit(self, event: Event) -> None:
         """Show an event. After the last one the command only cleans up."""

@@ -90,7 +90,6 @@ class Admission:
 
     def __init__(self, run: RunIdentity) -> None:
         self.run_id, self.owner, self._founder = run.run_id, run.owner, run.founder
-        self.recovery = run.recovery
         self.handover = run.handover  # the last handover that this process knows
         # peers and invites of the founder whose capabilities the present owner has confirmed; None: all, if
         # this process knows of no handover

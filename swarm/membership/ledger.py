@@ -65,7 +65,6 @@ class LedgerEntry:
     samples: float = 0.0  # its samples in those rounds, in groups of this peer
     faults: int = 0
     last_seen_s: float = 0.0  # Unix time
-    reason: str = ""  # reason of the last fault
     held: bool = False  # the last fault was that it led a group of this peer and did not begin the round
     account: Account = field(default_factory=Account)
 
@@ -125,7 +124,7 @@ class MemberLedger:
             entry.samples = min(entry.samples + count, float(_COUNT_MAX))
             entry.account.success()
 
-    def fault(self, peer: PeerId, reason: str, now_s: float, *, held: bool = False) -> None:
+    def fault(self, peer: PeerId, now_s: float, *, held: bool = False) -> None:
         """Record that a member of a group was at fault in its round. `held`: as a leader that did not begin
         the round.
         """
@@ -139,7 +138,7 @@ class MemberLedger:
             self._repeating.fault(self.rounds)
             self._repeated_last = peer
         if (entry := self._find_or_add(peer, now_s)) is not None:
-            entry.faults, entry.reason, entry.held = min(entry.faults + 1, _COUNT_MAX), reason, held
+            entry.faults, entry.held = min(entry.faults + 1, _COUNT_MAX), held
             entry.account.fault(self.rounds)
 
     # ---- queries

@@ -77,7 +77,7 @@ class Watch:
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
             enter(self.node, [one if isinstance(one, str) else _text(one) for one in config.entry])
-            self._directory = RunDirectory(self.node.dht.service, self.node.peer_id, clock=self.node.clock)
+            self._directory = RunDirectory(self.node.dht.service, clock=self.node.clock)
             with working("asking for the runs of this swarm"):
                 run = self.node.network.run(self._find(config.run), FIND_S_MAX + _CALL_S)
             self.history = self._open_history(run.run_id)

@@ -138,12 +138,6 @@ class Announcing:
         """Return whether peers of the internet can call this one."""
         return any(scope_of(one.host) in (None, Scope.INTERNET) for one in self.contact.addresses)
 
-    @property
-    def listening(self) -> tuple[str, int]:
-        """Return the host and port at which this peer listens."""
-        assert self._own.listening is not None
-        return self._own.listening
-
     def on_relays(self, relays: Sequence[Contact], *, is_searching: bool) -> None:
         """Set the relays through which this peer can be called now, and whether it is still looking for some.
         While it is looking, it does not report that nobody can call it.

@@ -219,7 +219,6 @@ class ServedCalls:
         self._wake = ChangeEvent()
         self._below_limit = asyncio.Event()
         self._stopping = False
-        self._finished = asyncio.Event()
 
     @property
     def unsent(self) -> int:

@@ -66,7 +66,7 @@ def private_interfaces(host: str = "0.0.0.0") -> list[IPv4Interface]:
     return sorted(found)
 
 
-async def browse(seconds: float = BROWSE_S) -> list[NearbyRun]:
+async def browse() -> list[NearbyRun]:
     """Return the runs that peers in this machine's private networks announce within this time, the one with
     most peers first. Without such a network there are none. Raises NetworkError when mDNS cannot be used.
     """
@@ -79,7 +79,7 @@ async def browse(seconds: float = BROWSE_S) -> list[NearbyRun]:
 
         found = _records(mdns, interfaces)
         browser = AsyncServiceBrowser(mdns.zeroconf, SERVICE, handlers=[lambda **_: None])
-        await asyncio.sleep(seconds)
+        await asyncio.sleep(BROWSE_S)
         await browser.async_cancel()
         return grouped(found.values())
     finally:

@@ -76,7 +76,7 @@ class CheckpointWriter:
             return False
         self._epoch = checkpoint.epoch
         text = (
-            f"nobody else has a state of this run: going on from epoch {checkpoint.epoch}, "
+            f"nobody else has a state of this run: training continues from epoch {checkpoint.epoch}, "
             f"as saved in {checkpoint.path} (--from-scratch would start from the initial parameters)"
         )
         self._emit(Notice(text=text))

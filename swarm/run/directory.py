@@ -73,7 +73,6 @@ class RunDirectory:
     def __init__(
         self,
         dht: DhtService,
-        own: PeerId,
         *,
         clock: Clock,
         rng: random.Random | None = None,
@@ -82,11 +81,10 @@ class RunDirectory:
         """`store`: copies of specifications on disk; None: no copies are kept."""
         self._dht = dht
         self._clock = clock
-        self._own = own
         self._rng = rng or random.Random()
         self._store = store
 
-    async def publish(self, signed: SignedSpecification, *, timeout_s: float = 10.0) -> None:
+    async def publish(self, signed: SignedSpecification) -> None:
         """Store the specification in the DHT, and list the run with this peer as the writer.
 
         Raises NetworkError if no peer stored them, not even this one.
@@ -97,35 +95,29 @@ class RunDirectory:
         async with asyncio.TaskGroup() as group:
             stored = [
                 group.create_task(
-                    self._dht.store_blob(
-                        specification_key(signed.run_id), signed.blob, ttl_s=_TTL_S, timeout_s=timeout_s
-                    )
+                    self._dht.store_blob(specification_key(signed.run_id), signed.blob, ttl_s=_TTL_S)
                 ),
-                group.create_task(
-                    self._dht.store(
-                        LISTING_KEY, listing, ttl_s=_TTL_S, subkey=signed.run_id, timeout_s=timeout_s
-                    )
-                ),
+                group.create_task(self._dht.store(LISTING_KEY, listing, ttl_s=_TTL_S, subkey=signed.run_id)),
             ]
             if is_listed(signed):
-                group.create_task(self._list(signed, timeout_s))
+                group.create_task(self._list(signed))
         if not all(task.result().ok for task in stored):
             raise NetworkError(
                 f"no peer stored the specification of {signed.full_name}: is the bootstrap peer alive?"
             )
 
-    async def _list(self, signed: SignedSpecification, timeout_s: float) -> None:
+    async def _list(self, signed: SignedSpecification) -> None:
         """Store the run's entry in the catalogue, without which it is found by its address only."""
         key, value = catalogue_key(signed.founder), entry_value(signed, self._dht.own())
         with contextlib.suppress(NetworkError):
-            await self._dht.store(key, value, ttl_s=_TTL_S, subkey=signed.run_id, timeout_s=timeout_s)
+            await self._dht.store(key, value, ttl_s=_TTL_S, subkey=signed.run_id)
 
-    async def listings(self, *, timeout_s: float = 10.0) -> list[RunListing]:
+    async def listings(self) -> list[RunListing]:
         """Return the runs that this swarm lists, sorted. Entries whose id does not fit their owner and name
         are left out.
         """
         found = set()
-        for entry in await self._dht.get_all(LISTING_KEY, latest=True, timeout_s=timeout_s):
+        for entry in await self._dht.get_all(LISTING_KEY, latest=True):
             listing = _listing(entry)
             if listing is not None:
                 found.add(listing)
@@ -136,16 +128,14 @@ class RunDirectory:
         every = await self._on_disk(SpecificationStore.all) or []
         return [signed for signed in every if RunListing(signed.name, signed.run_id).matches(wanted)]
 
-    async def specification(
-        self, run_id: str, *, from_disk: bool = True, timeout_s: float = 10.0
-    ) -> SignedSpecification:
+    async def specification(self, run_id: str, *, from_disk: bool = True) -> SignedSpecification:
         """Return the newest valid specification of a run, from the DHT or from disk.
 
         Raises PeerError with the reasons if there is none, or none that can be used here.
         """
         own = await self._on_disk(lambda store: store.load(run_id)) if from_disk else None
         try:
-            valid, refused = await self._copies(run_id, timeout_s, latest=True)
+            valid, refused = await self._copies(run_id, latest=True)
         except DeadlineExceeded:
             if own is None:
                 raise
@@ -159,9 +149,7 @@ class RunDirectory:
             raise PeerError(f"the specification of run {run_id} was not found: {reasons}")
         return found
 
-    async def find(
-        self, wanted: str | None, *, grid: bool = False, timeout_s: float = 10.0
-    ) -> SignedSpecification:
+    async def find(self, wanted: str | None, *, grid: bool = False) -> SignedSpecification:
         """Return the run that `wanted` (a name, `name@id` or an id) means, or the only run if it is None;
         with `grid` the only grid of experts, and otherwise the only run that trains.
 
@@ -169,12 +157,12 @@ class RunDirectory:
         not found without a name, since it may belong to another swarm. Raises UsageError with a list of the
         runs if `wanted` is not clear.
         """
-        listings = await self.listings(timeout_s=timeout_s)
+        listings = await self.listings()
         if wanted is not None and not any(listing.matches(wanted) for listing in listings):
             listings += [RunListing(signed.name, signed.run_id) for signed in await self.stored(wanted)]
         if wanted is None:
             listings = _of_kind(listings, grid)
-        return await self.specification(choose(listings, wanted, grid=grid).run_id, timeout_s=timeout_s)
+        return await self.specification(choose(listings, wanted, grid=grid).run_id)
 
     async def renew(
         self,
@@ -191,7 +179,7 @@ class RunDirectory:
 
         async def renew_once() -> bool:
             nonlocal signed
-            valid, _ = await self._copies(signed.run_id, 10.0)
+            valid, _ = await self._copies(signed.run_id)
             reached = [current()] if current is not None else []
             latest = newest([*reached, *(copy for _, copy in valid)], held=signed)
             if latest is not None and latest.version > signed.version:
@@ -224,11 +212,11 @@ class RunDirectory:
         return any(entry.expiration - self._clock.swarm_s() > _LEFT_S_MIN for entry in entries)
 
     async def _copies(
-        self, run_id: str, timeout_s: float, *, latest: bool = False
+        self, run_id: str, *, latest: bool = False
     ) -> tuple[list[tuple[Entry, SignedSpecification]], list[str]]:
         """Return the valid copies in the DHT with their entries, and the reasons why others were refused."""
         valid, refused = [], []
-        for entry in await self._dht.get_all(specification_key(run_id), latest=latest, timeout_s=timeout_s):
+        for entry in await self._dht.get_all(specification_key(run_id), latest=latest):
             try:
                 if not isinstance(entry.value, bytes):
                     raise PeerError("a specification was refused: it is not bytes")

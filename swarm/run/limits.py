@@ -95,13 +95,13 @@ def decide(limits: VolunteerLimits, status: MachineStatus) -> tuple[Decision, st
         return Decision.PAUSE, "asked to pause; `swarm resume` continues"
     if not limits.hours.open_at(status.second_of_day):
         wait_s = limits.hours.opens_in_s(status.second_of_day)
-        return Decision.PAUSE, f"outside of the hours {limits.hours}; going on in {wait_s / 3600:.1f} h"
+        return Decision.PAUSE, f"outside of the hours {limits.hours}; continues in {wait_s / 3600:.1f} h"
     for spent, budget, span, end in (
         (status.bytes_this_month, limits.monthly_bytes_max, "month", "on the first"),
         (status.bytes_today, limits.daily_bytes_max, "day", "at midnight"),
     ):
         if budget is not None and spent >= budget:
-            return Decision.PAUSE, f"this {span}'s {size(budget)} of traffic are used up; going on {end}"
+            return Decision.PAUSE, f"this {span}'s {size(budget)} of traffic are used up; continues {end}"
     if status.disturbance:
         return Decision.PAUSE, status.disturbance
     if status.run_paused:
@@ -132,19 +132,19 @@ class Calm:
 
 def _disturbance(limits: VolunteerLimits, use: MachineUse, *, paused: bool) -> str:
     if limits.yields_gpu and use.device_users:
-        return f"{', '.join(use.device_users)} computes on the device; going on when it is free"
+        return f"{', '.join(use.device_users)} computes on the device; continues when it is free"
     if not limits.on_battery and use.on_battery:
-        return "this machine runs on battery; going on when it is plugged in"
+        return "this machine runs on battery; continues when it is plugged in"
     if not limits.on_metered and use.metered:
-        return "the connection is metered; going on with another one"
+        return "the connection is metered; continues with another one"
     limit_c, hottest_c = limits.temperature_c_max, use.temperature_c
     if limit_c is not None and hottest_c is not None and hottest_c > limit_c - (COOLER_C if paused else 0.0):
-        return f"at {hottest_c:.0f} °C, of at most {limit_c:g} °C; going on when it is cooler"
+        return f"at {hottest_c:.0f} °C, of at most {limit_c:g} °C; continues when it is cooler"
     if limits.idle_s > 0.0:
         if use.idle_s is not None and use.idle_s < limits.idle_s:
-            return f"somebody uses this machine; going on when nobody has for {limits.idle_s / 60:.0f} min"
+            return f"somebody uses this machine; continues when nobody has for {limits.idle_s / 60:.0f} min"
         if use.other_load is not None and use.other_load > LOAD_MAX:
-            return f"other programs use {use.other_load:.0%} of the processor; going on when they are quiet"
+            return f"other programs use {use.other_load:.0%} of the processor; continues when they are quiet"
     return ""
 
 

@@ -127,7 +127,7 @@ def follow_run(
     newer versions, on the network thread.
     """
     membership = node.membership
-    directory = RunDirectory(node.dht.service, node.peer_id, clock=node.clock)
+    directory = RunDirectory(node.dht.service, clock=node.clock)
 
     async def follow() -> None:
         spawn = node.supervisor.spawn

@@ -42,7 +42,7 @@ class OwnedSpecification(SpecificationTable):
     members: Literal["invited", "open"] = "invited"
     # PeerID of the identity, kept offline, that can give the run a new owner. The run's id depends on it.
     recovery_key: str | None = None
-    # The owner sets these with `swarm change` while the run is going on.
+    # The owner sets these with `swarm change` during the run.
     ended: bool = False  # the run is over
     banned: tuple[str, ...] = Field(default=(), max_length=BANNED_MAX)  # PeerIDs that every member avoids
     # holders, issuers and invites (as the PeerID of their key) whose capabilities are not valid any more

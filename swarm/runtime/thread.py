@@ -108,8 +108,8 @@ class NetworkThread:
         """Return whether the caller is on the network thread."""
         return threading.current_thread() is self._thread
 
-    def stop(self, timeout_s: float = _STOP_S_MAX) -> None:
-        """Cancel all coroutines, and end the loop and the thread within about `timeout_s`. Idempotent; does
+    def stop(self) -> None:
+        """Cancel all coroutines, and end the loop and the thread within about _STOP_S_MAX. Idempotent; does
         nothing in a forked child.
         """
         with self._lock:
@@ -118,7 +118,7 @@ class NetworkThread:
             self._stopped = True
         self.loop.call_soon_threadsafe(self.loop.stop)
         if threading.current_thread() is not self._thread:
-            self._thread.join(timeout_s + 0.5)
+            self._thread.join(_STOP_S_MAX + 0.5)
         self.pool.shutdown(wait=False, cancel_futures=True)
 
     def _serve(self) -> None:

@@ -26,7 +26,7 @@ async def main():
     task = asyncio.create_task(presence.run())
     loop = asyncio.get_running_loop()
     while await loop.run_in_executor(None, sys.stdin.readline):
-        runs = await browse(2.0)
+        runs = await browse()
         names = {one.name: [peer.contact.addresses[0].host for peer in one.peers] for one in runs}
         who = [one.peers[0].who for one in runs]
         print(json.dumps({"event": "found", "runs": names, "who": who}), flush=True)

@@ -58,7 +58,7 @@ def test_pause_fails_when_nothing_trains_and_works_when_something_does(
         assert json.loads(capsys.readouterr().out)["event"] == "pause"
         assert Control(tmp_path / "live").asked_to_pause()
         assert main(["resume"]) == 0
-        assert "going on: tiny@" in capsys.readouterr().out
+        assert "resuming: tiny@" in capsys.readouterr().out
         assert main(["change", "tiny", "--pause"]) == 2, "an identity is needed, and there is none"
     assert main(["export", "tiny", "-o", str(tmp_path / "x")]) == 1
     assert "took part in no run yet" in capsys.readouterr().err

@@ -230,7 +230,7 @@ class FuzzedNode:
                 {f"ffn.{number}": swarm.Expert(torch.nn.Linear(8, 8), (torch.zeros(1, 8),))},
             )
         )
-        directory = RunDirectory(self.node.dht.service, self.node.peer_id, clock=self.node.clock)
+        directory = RunDirectory(self.node.dht.service, clock=self.node.clock)
         follower = RunFollower(
             signed,
             caller=self.node.channels,

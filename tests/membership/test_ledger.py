@@ -41,7 +41,7 @@ def test_a_member_is_passed_over_for_1_4_16_and_at_most_64_rounds() -> None:
     ledger = ledger_of_members()
     counts = []
     for _ in range(6):
-        ledger.fault(MEMBERS[0], "it stalls", 0.0)
+        ledger.fault(MEMBERS[0], 0.0)
         assert not ledger.is_passed_over(MEMBERS[1])
         counts.append(rounds_passed_over(ledger, MEMBERS[0]))
     assert counts == [1, 4, 16, 64, 64, 64]
@@ -50,7 +50,7 @@ def test_a_member_is_passed_over_for_1_4_16_and_at_most_64_rounds() -> None:
 def test_faults_before_a_peer_is_taken_again_count_once() -> None:
     ledger = ledger_of_members()
     for _ in range(5):
-        ledger.fault(MEMBERS[0], "it stalls", 0.0)
+        ledger.fault(MEMBERS[0], 0.0)
     assert rounds_passed_over(ledger, MEMBERS[0]) == 1
     entry = ledger.entry(MEMBERS[0])
     assert entry is not None
@@ -62,11 +62,11 @@ def test_certified_rounds_take_back_one_step_after_the_other(rounds: int, expect
     """A member that works between its faults stalls at most one round in 18."""
     ledger = ledger_of_members()
     for _ in range(2):
-        ledger.fault(MEMBERS[0], "it stalls", 0.0)
+        ledger.fault(MEMBERS[0], 0.0)
         rounds_passed_over(ledger, MEMBERS[0])
     for _ in range(rounds):
         ledger.certified(MEMBERS, 0.0)
-    ledger.fault(MEMBERS[0], "it stalls", 0.0)
+    ledger.fault(MEMBERS[0], 0.0)
     assert rounds_passed_over(ledger, MEMBERS[0]) == expected
 
 
@@ -77,7 +77,7 @@ def test_new_identities_stall_no_more_rounds_than_one_does(strangers: int) -> No
     for number in range(200):
         stranger = peer(1000 + number % strangers)
         if not ledger.is_passed_over(stranger):
-            ledger.fault(stranger, "it stalls", 0.0)
+            ledger.fault(stranger, 0.0)
             stalled += 1
         ledger.certified(MEMBERS, 0.0)
     assert 1 <= stalled <= 6
@@ -100,7 +100,7 @@ def test_newcomers_that_have_worked_stall_one_round_each_and_hardly_any_more(new
         # those that have not stalled yet come first, as an attacker does it that knows the rule
         bad = min(taken, key=lambda one: entry.faults if (entry := ledger.entry(one)) else 0, default=None)
         if bad is not None:
-            ledger.fault(bad, "it stalls", 0.0)
+            ledger.fault(bad, 0.0)
             stalls.append(number)
         ledger.certified(MEMBERS, 0.0)
     once = len([number for number in stalls if number < newcomers + 20])
@@ -111,21 +111,21 @@ def test_newcomers_that_have_worked_stall_one_round_each_and_hardly_any_more(new
 
 def test_a_peer_that_repeats_its_faults_has_no_other_one_passed_over() -> None:
     ledger = ledger_of_members()
-    ledger.fault(MEMBERS[1], "its link was bad", 0.0)
+    ledger.fault(MEMBERS[1], 0.0)
     rounds_passed_over(ledger, MEMBERS[1])
     for _ in range(4):
-        ledger.fault(MEMBERS[0], "it stalls", 0.0)
+        ledger.fault(MEMBERS[0], 0.0)
         rounds_passed_over(ledger, MEMBERS[0])
-    ledger.fault(MEMBERS[0], "it stalls", 0.0)
+    ledger.fault(MEMBERS[0], 0.0)
     assert not ledger.is_passed_over(MEMBERS[1])
 
 
 def test_only_peers_with_a_fault_that_are_no_electors_share_an_account() -> None:
     ledger = ledger_of_members()
     for one in MEMBERS[:3]:
-        ledger.fault(one, "it stalls", 0.0)
+        ledger.fault(one, 0.0)
     rounds_passed_over(ledger, MEMBERS[2])
-    ledger.fault(MEMBERS[0], "it stalls", 0.0)
+    ledger.fault(MEMBERS[0], 0.0)
     assert ledger.is_passed_over(MEMBERS[2])
     assert not ledger.is_passed_over(MEMBERS[2], is_elector=True)
     assert not ledger.is_passed_over(MEMBERS[3])
@@ -133,7 +133,7 @@ def test_only_peers_with_a_fault_that_are_no_electors_share_an_account() -> None
 
 def test_a_stranger_that_contributes_has_an_account_of_its_own() -> None:
     ledger = ledger_of_members()
-    ledger.fault(peer(100), "it stalls", 0.0)
+    ledger.fault(peer(100), 0.0)
     assert ledger.is_passed_over(peer(101))
     ledger.contributed({peer(101): 5.0}, 7.0)
     assert not ledger.is_passed_over(peer(101))
@@ -144,17 +144,17 @@ def test_a_stranger_that_contributes_has_an_account_of_its_own() -> None:
 
 def test_a_leader_that_did_not_begin_is_known_as_such_while_it_is_passed_over() -> None:
     ledger = ledger_of_members()
-    ledger.fault(MEMBERS[0], "it did not begin", 0.0, held=True)
+    ledger.fault(MEMBERS[0], 0.0, held=True)
     assert ledger.is_holding(MEMBERS[0])
     rounds_passed_over(ledger, MEMBERS[0])
     assert not ledger.is_holding(MEMBERS[0])
-    ledger.fault(MEMBERS[0], "it stalls", 0.0)
+    ledger.fault(MEMBERS[0], 0.0)
     assert not ledger.is_holding(MEMBERS[0])
 
 
 def test_this_peer_never_blames_itself() -> None:
     ledger = ledger_of_members()
-    ledger.fault(OWN, "it stalls", 0.0)
+    ledger.fault(OWN, 0.0)
     assert not ledger.is_passed_over(OWN)
 
 
@@ -168,7 +168,7 @@ def test_members_displace_strangers_and_never_the_reverse(seed: int) -> None:
             ledger.contributed({one: 1.0}, float(now_s))
             members.add(one)
         else:
-            ledger.fault(one, "it stalls", float(now_s))
+            ledger.fault(one, float(now_s))
         assert len(ledger) <= 8
         assert all(ledger.is_proven(member) for member in members)
 
@@ -184,13 +184,13 @@ def test_the_copy_on_disk_keeps_what_is_known_and_the_steps_of_the_pauses() -> N
     ledger = ledger_of_members()
     ledger.contributed({MEMBERS[1]: 12.5}, 9.0)
     for _ in range(2):
-        ledger.fault(MEMBERS[0], "it stalls", 5.0)
+        ledger.fault(MEMBERS[0], 5.0)
         rounds_passed_over(ledger, MEMBERS[0])
     again = MemberLedger(OWN)
     again.load(json.loads(json.dumps(ledger.encode())))
     assert again.encode() == ledger.encode()
     assert not again.is_passed_over(MEMBERS[0]), "a peer that starts again meets everybody once"
-    again.fault(MEMBERS[0], "it stalls", 5.0)
+    again.fault(MEMBERS[0], 5.0)
     assert rounds_passed_over(again, MEMBERS[0]) == 16
 
 

@@ -79,4 +79,4 @@ class FakeDht:
 
     def directory(self, own: PeerId | None = None) -> RunDirectory:
         own = own or Identity.generate().peer_id
-        return RunDirectory(self.as_peer(own), own, clock=FixedClock(), rng=random.Random(0))
+        return RunDirectory(self.as_peer(own), clock=FixedClock(), rng=random.Random(0))

@@ -64,7 +64,7 @@ def test_the_newest_checkpoint_is_resumed_and_named(tmp_path: Path) -> None:
     assert state.epoch == 9
     [notice] = emitted
     assert isinstance(notice, Notice)
-    assert "nobody else has a state of this run: going on from epoch 9" in notice.text
+    assert "nobody else has a state of this run: training continues from epoch 9" in notice.text
     from_scratch = CheckpointConfig(folder=config.folder, from_scratch=True)
     assert not CheckpointWriter(from_scratch, ["weight"], {}, emitted.append).resume(optimizer)
 

@@ -134,7 +134,6 @@ def test_a_recovered_run_is_started_again_from_its_file_by_its_new_owner(tmp_pat
     store.save(recovered)
     directory = RunDirectory(
         dht.as_peer(successor.peer_id),  # type: ignore[arg-type]
-        successor.peer_id,
         clock=FixedClock(),
         store=store,
     )
@@ -209,6 +208,6 @@ def test_a_run_that_the_swarm_forgot_is_created_again_with_its_revocations(tmp_p
         sign(specification().model_copy(update={"revoked": (revoked,)}), owner, version=4, created_s=1.0)
     )
     view = FakeDht().as_peer(owner.peer_id)
-    directory = RunDirectory(view, owner.peer_id, clock=FixedClock(), rng=random.Random(0), store=store)
+    directory = RunDirectory(view, clock=FixedClock(), rng=random.Random(0), store=store)
     again, new = asyncio.run(create_run(directory, specification(), owner, FixedClock()))
     assert (again.version, new, again.specification.revoked) == (5, True, (revoked,))

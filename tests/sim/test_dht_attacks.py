@@ -194,7 +194,7 @@ def specification(owner: Identity, version: int = 1) -> SignedSpecification:
 
 
 def directory_of(network: SimulatedNetwork, service: DhtService) -> RunDirectory:
-    return RunDirectory(service, service.peer_id, clock=peer_of(network, service).clock, rng=network.rng)
+    return RunDirectory(service, clock=peer_of(network, service).clock, rng=network.rng)
 
 
 async def ignore(newer: SignedSpecification) -> None:

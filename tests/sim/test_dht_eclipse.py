@@ -186,7 +186,7 @@ def test_a_newcomer_finds_the_runs_although_the_key_of_their_list_is_surrounded(
         newcomer = service_of(network.peer())
         await newcomer.join([(volunteer if by_member else entry).own()])
         met_by(newcomer)
-        listings = await RunDirectory(newcomer, newcomer.peer_id, clock=newcomer.clock).listings()
+        listings = await RunDirectory(newcomer, clock=newcomer.clock).listings()
         assert [one.run_id for one in listings] == [run_id]
 
     play(scenario, seed=seed)

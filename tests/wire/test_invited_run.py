@@ -26,9 +26,7 @@ def test_a_run_is_joined_by_invite_closed_to_strangers_and_left_when_revoked(
 ) -> None:
     with created_run(members="invited") as (node, owner, signed), Node([node.entry], listen=HERE) as other:
         assert other.wait_joined(10)
-        found = other.network.run(
-            RunDirectory(other.dht.service, other.peer_id, clock=other.clock).find(None)
-        )
+        found = other.network.run(RunDirectory(other.dht.service, clock=other.clock).find(None))
         assert found == signed
         one = VolunteerThread(node, signed, new=True, data=texts)
         two = VolunteerThread(other, found, new=False, data=texts)
@@ -56,7 +54,7 @@ def test_a_run_is_joined_by_invite_closed_to_strangers_and_left_when_revoked(
         following = node.network.run(send_version(node.channels, changed, [other.contact]), 10.0)
         assert following == {other.peer_id: 2}
         assert two.end().reason == "the owner of the run has revoked this peer's invite"
-        publish = RunDirectory(node.dht.service, node.peer_id, clock=node.clock).publish(changed)
+        publish = RunDirectory(node.dht.service, clock=node.clock).publish(changed)
         node.network.run(publish, 10.0)
         place = one.wait(events.EpochDone, lambda event: event.peers == 1)
         one.wait(events.EpochDone, since=place + 1)

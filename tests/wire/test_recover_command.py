@@ -73,7 +73,7 @@ def test_an_invited_run_follows_its_new_owner_who_invites_while_the_thief_is_ref
         invited = answered(capsys, "invite", "tiny", *keys[2:], "--from", first.entry)
         with Node([str(invited["invite"])], listen=HERE) as third:
             assert third.wait_joined(10)
-            directory = RunDirectory(third.dht.service, third.peer_id, clock=third.clock)
+            directory = RunDirectory(third.dht.service, clock=third.clock)
             found = third.network.run(directory.find(None), 30.0)
             assert found.owner == successor.peer_id
             three = VolunteerThread(third, found, new=False, data=texts)

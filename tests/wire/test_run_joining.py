@@ -29,7 +29,7 @@ def founder() -> Iterator[Node]:
 
 
 def directory(node: Node) -> RunDirectory:
-    return RunDirectory(node.dht.service, node.peer_id, clock=node.clock)
+    return RunDirectory(node.dht.service, clock=node.clock)
 
 
 def publish(node: Node, name: str = "tiny", **changes: object) -> str:

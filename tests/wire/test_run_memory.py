@@ -163,7 +163,7 @@ def test_a_volunteer_whose_device_fails_leaves_the_run(mode: str, looked_at: Cal
     with Node(listen=HERE) as entry, Node(bootstrap=entry.addresses, listen=HERE) as node:
         assert node.wait_joined(10)
         signed = sign(specification, node.identity, version=1, created_s=0.0)
-        directory = RunDirectory(node.dht.service, node.peer_id, clock=node.clock)
+        directory = RunDirectory(node.dht.service, clock=node.clock)
         seen = []
 
         def after_two_epochs(event: events.Event) -> None:

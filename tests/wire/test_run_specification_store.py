@@ -37,7 +37,7 @@ def specification() -> RunSpecification:
 
 def directory(node: Node, folder: Path | None = None) -> RunDirectory:
     return RunDirectory(
-        node.dht.service, node.peer_id, clock=node.clock, store=SpecificationStore(folder) if folder else None
+        node.dht.service, clock=node.clock, store=SpecificationStore(folder) if folder else None
     )
 
 

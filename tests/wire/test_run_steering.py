@@ -29,7 +29,7 @@ def publish_to_members(node: Node, signed: SignedSpecification) -> SignedSpecifi
     """Publish a version as `swarm change` does, from another node."""
     with Node(bootstrap=node.addresses, listen=HERE) as visitor:
         assert visitor.wait_joined(10)
-        directory = RunDirectory(visitor.dht.service, visitor.peer_id, clock=visitor.clock)
+        directory = RunDirectory(visitor.dht.service, clock=visitor.clock)
         visitor.network.run(directory.publish(signed), 30.0)
         contacts = visitor.network.run(read_members(visitor.dht.service, signed.run_id, visitor.clock), 10.0)
         following = visitor.network.run(send_version(visitor.channels, signed, contacts), 10.0)

@@ -53,7 +53,7 @@ def test_without_an_address_the_catalogue_of_remembered_peers_is_read(
 ) -> None:
     monkeypatch.setenv("SWARM_HOME", str(tmp_path))
     with created_run() as (node, owner, signed):
-        directory = RunDirectory(node.dht.service, node.peer_id, clock=node.clock)
+        directory = RunDirectory(node.dht.service, clock=node.clock)
         specification = RunSpecification.from_table({**TABLE, "name": "other"}, "test")
         other, _ = node.network.run(create_run(directory, specification, owner, node.clock), 30.0)
         store = SpecificationStore(tmp_path / "runs")

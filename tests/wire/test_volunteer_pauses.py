@@ -102,7 +102,7 @@ def test_a_volunteer_pauses_when_the_days_traffic_is_used_up(texts: Path, tmp_pa
         two = VolunteerThread(other, signed, new=False, data=texts, limits=lambda: limits, log=log)
         paused = two.events[two.wait(events.Paused)]
         assert isinstance(paused, events.Paused)
-        assert "this day's 1.0 MB of traffic are used up; going on at midnight" in paused.reason
+        assert "this day's 1.0 MB of traffic are used up; continues at midnight" in paused.reason
         spent = log.total()
         assert 1_000_000 <= spent.bytes <= sum(other.traffic)
         assert spent.bytes < 5_000_000

@@ -43,7 +43,7 @@ class VolunteerThread:
         self.events: list[events.Event] = []
         self._changed = threading.Condition()
         self.asked = ""  # as `VolunteerConfig.asked_to_pause` returns it
-        directory = RunDirectory(node.dht.service, node.peer_id, clock=node.clock)
+        directory = RunDirectory(node.dht.service, clock=node.clock)
         self.directory = directory
         config = {"device": "cpu", "asked_to_pause": lambda: self.asked, **config}
         self.volunteer = Volunteer(node, signed, directory, VolunteerConfig(**config), self._emit, self.stop)
@@ -98,7 +98,7 @@ def created_run(**changes: Any) -> Iterator[tuple[Node, Identity, SignedSpecific
         run = RunIdentity(owner.peer_id, table["name"], recovery)
         entries.append(make_invite(run, owner, (), terms, now_s=time.time()).text())
     with Node(entries, listen=HERE, identity=owner) as node:
-        directory = RunDirectory(node.dht.service, node.peer_id, clock=node.clock)
+        directory = RunDirectory(node.dht.service, clock=node.clock)
         specification = RunSpecification.from_table(table, "test")
         signed, _ = node.network.run(create_run(directory, specification, owner, node.clock), 30.0)
         yield node, owner, signed

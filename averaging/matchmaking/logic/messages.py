@@ -193,7 +193,6 @@ class SearchRequest:
     round_key: str
     deadline_s: float  # monotonic: when this search must have ended
     rank_deadline_s: float  # the same instant in swarm time, as sent to other peers
-    weight: float
     gathered: bytes = b""
     precedence: Precedence = NO_PRECEDENCE
     may_be_alone: bool = False  # a group of this peer alone is large enough, once it has waited for others

@@ -141,7 +141,6 @@ class GroupService:
             round_key=round_key,
             deadline_s=deadline_s,
             rank_deadline_s=rank_deadline_s,
-            weight=member.weight,
             gathered=gathered,
             precedence=precedence,
             may_be_alone=precedence.may_be_alone,

@@ -12,7 +12,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -29,8 +28,6 @@ from averaging.optim.state.training_state import root_of_header
 from averaging.optim.state.view import StateView
 from swarm.core.errors import PeerError, SwarmError, UsageError
 from swarm.core.files import replace_durably
-
-_log = logging.getLogger(__name__)
 
 FORMAT = "swarm.checkpoint/1"
 MODEL, STATISTIC, EXTRA = "model.", "optimizer.", "extra."

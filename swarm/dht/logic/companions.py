@@ -97,9 +97,6 @@ class Companions:
         """
         self._own, self._standing, self._find_contact = own, standing, find_contact
         self._introducers: dict[PeerId, Contact] = {}
-        self._named: dict[
-            str, dict[PeerId, tuple[Contact, ...]]
-        ] = {}  # by run and by the peer that named them
         self._reads: OrderedDict[Key, _Read] = OrderedDict()
         # by run and place: its members when they were sorted last, and the others of them by their distance
         self._sorted: OrderedDict[tuple[str, int], tuple[tuple[PeerId, ...], list[PeerId]]] = OrderedDict()

@@ -166,7 +166,7 @@ def decode_value(raw: bytes) -> Value:
     gc.disable()
     try:
         value = msgpack.unpackb(raw, raw=False, use_list=True, strict_map_key=False, max_ext_len=0)
-        is_flat = _is_nested_at_most(value, NESTING_MAX)
+        is_flat = _is_flat(value)
     # TypeError: a list or map used as a map's key.
     except (TypeError, ValueError, RecursionError, msgpack.UnpackException) as error:
         raise UsageError(f"not a DHT value: {error}") from error
@@ -178,12 +178,12 @@ def decode_value(raw: bytes) -> Value:
     return value
 
 
-def _is_nested_at_most(value: Value, depth_max: int) -> bool:
-    """Return whether no part of a value is deeper than this. Works level by level, which takes a quarter of
-    the time of a walk.
+def _is_flat(value: Value) -> bool:
+    """Return whether no part of a value is deeper than NESTING_MAX. Works level by level, which takes a
+    quarter of the time of a walk.
     """
     containers = [value] if type(value) in _CONTAINERS else []
-    for _ in range(depth_max):
+    for _ in range(NESTING_MAX):
         if not containers:
             return True
         containers = [

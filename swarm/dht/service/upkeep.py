@@ -50,13 +50,11 @@ class Upkeep:
         self, overlay: Overlay, replication: Replication, supervisor: Supervisor, rng: random.Random
     ) -> None:
         self._overlay = overlay
-        self._supervisor = supervisor
         self._rng = rng
         self._rejoin_candidates = RejoinCandidates(rng)
         self._remembered = frozenset[PeerId]()  # contacts of an earlier run, which may be gone
         self._attempts = 0  # attempts to join in progress
         self._book_sampled_s = self._neighbours_looked_up_s = 0.0
-        self._replication = replication
         self.join_attempted = asyncio.Event()  # a peer is known, or no peer answered the first attempt
         self.clock_problem: str | None = None
         overlay.observe(self)

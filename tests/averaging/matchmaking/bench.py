@@ -92,7 +92,6 @@ class MatchmakerBench:
                 round_key=key,
                 deadline_s=now_s + 10.0,
                 rank_deadline_s=now_s + 10.0,
-                weight=1.0,
                 may_be_alone=may_be_alone,
                 precedence=Precedence(is_member=self.members.__contains__),
             ),

@@ -485,8 +485,6 @@ def test_a_group_of_one_does_not_begin_before_the_others_are_known() -> None:
     bench.start(holder(6), key="a round", may_be_alone=True)
     assert outcome(bench.machine.poll(0.0)) is None, "a query is pending"
     late = Matchmaker(own=contact(5).peer_id, schema=OURS, rng=random.Random(0), now_s=-100.0)
-    request = SearchRequest(
-        round_key="a round", deadline_s=10.0, rank_deadline_s=10.0, weight=1.0, may_be_alone=True
-    )
+    request = SearchRequest(round_key="a round", deadline_s=10.0, rank_deadline_s=10.0, may_be_alone=True)
     late.start(request, Member(contact=contact(5), weight=1.0, bandwidth=1.0), 0.0)
     assert outcome(late.poll(0.5)) is None, "no records were read"

@@ -222,9 +222,7 @@ class Bench:
         )
         self.machine.on_holders({contact(one).peer_id: holder(one) for one in holders}, 0.0)
         member = Member(contact=contact(OWN), weight=1.0, bandwidth=1.0)
-        request = SearchRequest(
-            round_key=KEY, deadline_s=10.0, rank_deadline_s=10.0, weight=1.0, precedence=order
-        )
+        request = SearchRequest(round_key=KEY, deadline_s=10.0, rank_deadline_s=10.0, precedence=order)
         self.machine.start(request, member, 0.0)
         self.poll(0.0)
 
@@ -402,9 +400,7 @@ class _Newcomer:
             return is_quorum(electors, {*electors}.difference(taken))
 
         order = replace(precedence(present), is_quorum_without=is_quorum_without)
-        request = SearchRequest(
-            round_key=KEY, deadline_s=40.0, rank_deadline_s=40.0, weight=1.0, precedence=order
-        )
+        request = SearchRequest(round_key=KEY, deadline_s=40.0, rank_deadline_s=40.0, precedence=order)
         machine.on_holders({contact(n).peer_id: holder(n) for n in (1, 2, 3, 6)}, 0.0)
         machine.start(request, Member(contact=contact(OWN), weight=1.0, bandwidth=1.0), 0.0)
         machine.poll(0.0)
