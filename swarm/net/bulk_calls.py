@@ -34,7 +34,7 @@ IS_SUPPORTED = sys.platform != "win32"  # event loops there do not watch sockets
 MAGIC = b"swarmbk1"  # the first bytes of a connection, before the token
 # Time for connecting: at least this, and twice the time that the gRPC connection took, which needs more round
 # trips. The first stream to a peer whose port is blocked waits for it.
-CONNECT_S_MIN = 0.25
+CONNECT_S_MIN = 1.0
 CONNECT_S_MAX = 2.0
 RETRY_S = 600.0  # a peer to which no connection could be made is not tried for this long
 _BUSY_S = 1.0  # the same after it refused one more connection
