@@ -85,7 +85,7 @@ def install(name: str | None, no_start: bool, as_json: bool, arguments: tuple[st
         except SwarmError as error:
             raise SwarmError(f"{one.file} is written, but the service was not started: {error}") from error
     fields = {"name": one.name, "file": str(one.file), "started": not no_start, "replaced": replaced}
-    after = "" if no_start else "; it runs now, and whenever you log in"
+    after = f"; it starts with: {one.start_line}" if no_start else "; it runs now, and whenever you log in"
     hint = one.hint() if not no_start else ""
     print_result(
         "service",
@@ -169,6 +169,13 @@ class Service:
         _run(["systemctl", "--user", "daemon-reload"])
         _run(["systemctl", "--user", "enable", self._unit])
         _run(["systemctl", "--user", "restart", self._unit])
+
+    @property
+    def start_line(self) -> str:
+        """Return the command with which a user starts the service."""
+        if _is_launchd():
+            return f"launchctl bootstrap gui/{os.getuid()} {self.file}"
+        return f"systemctl --user enable --now {self._unit}"
 
     def hint(self) -> str:
         """Return a hint for the user, as the end of a sentence."""

@@ -49,6 +49,7 @@ PORTS_APART = 10_000  # nearer ports are those of libp2p, and of other peers on 
 _ACCEPTS_MAX = 16  # per turn of the event loop
 _QUEUE = 128  # connections that wait to be accepted
 _LAST_TURNS = 4  # of the event loop, in which streams that are ended at close send their last frames
+_REFUSED = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.PERMISSION_DENIED)
 _CLOSING: Outcome = (grpc.StatusCode.CANCELLED, "the peer is closing", b"")
 Serve = Callable[[RemoteCaller, str, str, "BulkContext"], Coroutine[Any, Any, Outcome]]
 
@@ -271,7 +272,8 @@ class BulkServer:
         outcome = _CLOSING if handling.cancelled() else handling.result()
         async with asyncio.timeout(ANSWER_S_MAX):
             await connection.send(FrameKind.END, encode_status(*outcome[:2]))
-        return await _drain(connection)
+        # another stream after a refusal needs another token
+        return await _drain(connection) and outcome[0] not in _REFUSED
 
 
 async def _drain(connection: BulkSocket) -> bool:

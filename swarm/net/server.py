@@ -5,7 +5,6 @@ what handlers raise.
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -20,12 +19,13 @@ from swarm.core.identity import Identity
 from swarm.core.ids import PeerId
 from swarm.core.standing import PeerStanding
 from swarm.net.bulk_server import CONNECTIONS_PER_PEER_MAX, BulkContext, BulkServer
-from swarm.net.callers import OpenCalls, RemoteCaller, set_caller_host
+from swarm.net.callers import STRANGER_CALLS, CallsOf, OpenCalls, RemoteCaller, set_caller_host
 from swarm.net.calls import ANSWER_S_MAX, CALLS_NAME, SHARED_REPLY_BYTES_MAX, Outcome, ServedCalls
 from swarm.net.certificate import CallerCheck, courtesy_ca, server_certificate
 from swarm.net.connections import CONNECTIONS_MAX, Connections
 from swarm.net.incoming import Context, StreamCancelled, serve_stream
 from swarm.net.listening import why_no_listening
+from swarm.net.logic.stranger_budget import StrangerBudget
 from swarm.net.membership import RunMembership
 from swarm.net.room import AnswerRoom, PeerRoom, RequestReads
 from swarm.net.rpc import SIZE_OPTIONS, Handlers, StreamHandler, UnaryHandler
@@ -114,7 +114,8 @@ class Server:
             ("grpc.http2.min_ping_interval_without_data_ms", round(1000 * limits.ping_interval_s_min)),
         )
         self._surroundings = surroundings or Surroundings()
-        self.calls = OpenCalls(self.standing, "calls", limits.calls_max, limits.calls_per_peer_max)
+        budget = StrangerBudget(STRANGER_CALLS)
+        self.calls = OpenCalls(self.standing, "calls", limits.calls_max, limits.calls_per_peer_max, budget)
         self.call_streams = OpenCalls(
             self.standing, "streams of shared calls", limits.calls_max, STREAMS_PER_PEER_MAX
         )
@@ -260,12 +261,8 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
                 _logger.exception("%s, called by %s, failed", name, peer_id)
                 return _INTERNAL
 
-        enter, leave = (
-            functools.partial(self._server.calls.enter, caller),
-            functools.partial(self._server.calls.leave, caller),
-        )
-        room = PeerRoom(self._server.room, peer_id)
-        stream = ServedCalls(context, handle, handle_now, enter, leave, room)
+        calls, room = CallsOf(self._server.calls, caller), PeerRoom(self._server.room, peer_id)
+        stream = ServedCalls(context, handle, handle_now, calls, room)
         try:
             await self._server.serve_calls(caller, stream)
         except PeerError as error:
@@ -336,22 +333,38 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
     async def _guarded(self, handler: Any, context: aio.ServicerContext[Any, Any], serve: _ServeCall) -> None:
         """Serve a separate call. No byte of a request is read before its caller is known."""
         caller = await self._identified(context)
-        code, text, _ = await self._limited(caller, handler, context, serve)
+        endpoint = endpoint_of(context.peer())
+        code, text, _ = await self._limited(caller, handler, context, serve, endpoint)
         if code is not grpc.StatusCode.OK:
             await _refuse(context, code, text)
 
-    async def _limited(self, caller: RemoteCaller, handler: Any, context: Any, serve: _ServeCall) -> Outcome:
-        """Serve a call whose caller may make it."""
-        not_invited = self._server.refusal(caller.peer_id, handler.method.name)
+    async def _limited(
+        self,
+        caller: RemoteCaller,
+        handler: Any,
+        context: Any,
+        serve: _ServeCall,
+        endpoint: Endpoint | None = None,
+    ) -> Outcome:
+        """Serve a call whose caller may make it. `endpoint`: of its gRPC connection, which is closed if it
+        makes too many; a bulk connection ends with a refused stream.
+        """
+        method = handler.method.name
+        not_invited = self._server.refusal(caller.peer_id, method)
         if not_invited:
             return _NOT_INVITED, not_invited, b""
-        refusal = self._server.calls.enter(caller)
+        calls = CallsOf(self._server.calls, caller)
+        refusal = calls.enter()
         if refusal is not None:
+            # a refusal costs as much as a call
+            if endpoint is not None and not calls.may_begin(method):
+                self._server.connections.refuse(endpoint)
             return grpc.StatusCode.RESOURCE_EXHAUSTED, refusal, b""
         try:
+            await calls.wait_to_begin(method)
             return await serve(handler, caller.peer_id, context)
         finally:
-            self._server.calls.leave(caller)
+            calls.leave()
 
     async def _outcome(self, name: str, peer_id: PeerId, work: Awaitable[bytes]) -> Outcome:
         """Return the outcome of a handler for its caller."""

@@ -6,6 +6,7 @@ import contextlib
 import io
 import itertools
 import socket
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,14 @@ from rich.console import Console
 
 from swarm.cli.commands import swarm
 from swarm.cli.identity import open_entry_identity, own_peers
+from swarm.cli.options import own_port
 from swarm.cli.render.live import LiveOutput
 from swarm.cli.render.monitor import ScreenState, Trends, headline, render_screen
 from swarm.cli.render.volunteer import VolunteerPresentation
 from swarm.core.identity import Identity
-from swarm.core.ids import PeerId
+from swarm.core.ids import Contact, PeerId
 from swarm.dht.logic.clock_offset import ClockOffset
+from swarm.membership.invite import RunIdentity, Terms, make_invite
 from swarm.monitor.logic.model import Model
 from swarm.monitor.logic.view import LinkView, MonitorView, RunView
 from swarm.run import events, machine
@@ -170,3 +173,30 @@ def test_a_size_without_a_unit_is_asked_for_it(arguments: tuple[str, ...]) -> No
 def test_an_identity_is_shown_while_a_volunteer_uses_it(tmp_path: Path) -> None:
     with contextlib.closing(Identity.load(tmp_path / "identity", create=True)) as own:
         assert str(own.peer_id) in said("identity")
+
+
+def test_a_command_listens_on_the_same_port_when_it_is_started_again() -> None:
+    """Invites name it: with a free port each time, an invite in a mail was of no use after a restart."""
+    own = Identity.generate().peer_id
+    first = own_port("127.0.0.1:0", own)
+    assert first is not None
+    assert own_port("127.0.0.1:0", own) == first
+    assert 24_000 <= int(first.rpartition(":")[2]) < 32_000
+    assert own_port("127.0.0.1:4000", own) == "127.0.0.1:4000"
+    assert own_port(None, own) is None
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", int(first.rpartition(":")[2])))
+        taken.listen()
+        assert own_port("127.0.0.1:0", own) == "127.0.0.1:0"
+
+
+def test_an_invite_whose_peers_do_not_answer_is_not_printed_and_says_what_to_do() -> None:
+    owner = Identity.generate()
+    terms = Terms(roles=("train", "observe"), uses=1, lifetime_s=3600.0)
+    contact = Contact.parse(ADDRESS)
+    run = RunIdentity(owner.peer_id, "bytelm", None)
+    invite = make_invite(run, owner, (contact,), terms, now_s=time.time()).text()
+    text = said("join", invite, "--yes")
+    assert f"nobody answers at the invite {invite[:14]}…: " in text
+    assert "try again later, or ask for a newer invite" in text
+    assert invite[:40] not in text
