@@ -178,7 +178,7 @@ class StepRunner:
         contributors = [member.peer_id for member in group.members if member.weight > 0.0]
         reason = "the round was cancelled"
         try:
-            reason = await history.may_begin(contributors)
+            reason = await history.may_begin(contributors, group.peer_ids)
         finally:
             if reason:
                 self._groups.round_over(committed=False, left_out=frozenset(), accused={})

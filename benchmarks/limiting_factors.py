@@ -97,8 +97,8 @@ _NEWCOMERS = (
     "Python, a fifth the kernel, a seventh gRPC, a twelfth Python's garbage collector; no function stands "
     "out. Until it has the state a newcomer makes 200 to 260 calls, 100 of them to look up keys and "
     "neighbours in the DHT, and opens 30 connections (2.5 ms of both ends): 0.55 s, while one alone needs "
-    "0.1 s. Half of the newcomers then contribute after 14 s. The last ones wait for the next rounds, which "
-    "cost a member 0.2 s and more, and the round over the state 0.6 s."
+    "0.1 s. Half of the newcomers then contribute in the first round, of the next epoch, and the last ones "
+    "in the one after it; a round costs a member 0.2 s and more."
 )
 
 LIMITED_BY: dict[str, str] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
-from averaging.history.certificate import Certificate, epoch_follows, genesis
+from averaging.history.certificate import Certificate, RoundKind, epoch_follows, genesis
 from averaging.history.electors import NEW_REGISTER, Register, first_electors, first_register
 from swarm.core.errors import PeerError
 from swarm.core.ids import PeerId
@@ -49,6 +49,17 @@ class Chain:
     def epoch(self) -> int:
         """Return the epoch after the last certificate."""
         return self.certificates[-1].proposal.epoch if self.certificates else self.root_epoch
+
+    def contributors(self, epochs: int) -> tuple[int, int]:
+        """Return how many peers contributed to the last epoch, and to the one `epochs` before it, or to the
+        first one that is known; 0 without one.
+        """
+        known = [
+            len(one.proposal.contributors)
+            for one in self.certificates
+            if one.proposal.kind is RoundKind.EPOCH
+        ]
+        return (known[-1], known[max(len(known) - 1 - epochs, 0)]) if known else (0, 0)
 
     @property
     def end(self) -> Chain:

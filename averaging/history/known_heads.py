@@ -17,6 +17,11 @@ ASK_AGAIN_S = 1.0
 # large: failed peers keep a newcomer from following live ones; too small: an attacker that silences peers
 # decides for it
 SILENT_S = 15.0
+# Heads that only strangers report: their holders are asked for this many at once, and one that does not
+# answer keeps its place for the pause, so that a crowd costs at most two failed calls a second. More, or
+# shorter: a crowd costs more handshakes; fewer, or longer: histories of newcomers are compared later
+STRANGERS_MAX = 4
+STRANGERS_PAUSE_S = 2.0
 
 
 class KnownHeads:

@@ -35,8 +35,8 @@ class RoundLineage:
     samples: int = 0  # of this peer in the epoch, in a round of the electors' cell
     grid_rounds: int = 1  # rounds of the next epoch, by this peer's view of the swarm
     peers: int = 0  # in the swarm, as far as this one knows; 0: unknown
-    # Given the contributors of a group, it returns why that group cannot commit, or "".
-    may_begin: Callable[[Sequence[PeerId]], Awaitable[str]]
+    # Given the contributors of a group and all its members, it returns why that group cannot commit, or "".
+    may_begin: Callable[[Sequence[PeerId], Collection[PeerId]], Awaitable[str]]
     # Called when a round that `may_begin` allowed has ended here.
     ended: Callable[[], None]
     # Given a proposal and a result (b"": none), it returns why this peer must not vote for it, or "". Since

@@ -114,6 +114,7 @@ class CatchUp:
         self.distrusted: dict[PeerId, str] = {}
         self._unproven_since_s: float | None = None  # a report without a certificate was believed first
         self._registered_epoch = -1  # epoch that was last reported to the others
+        self._probing: concurrent.futures.Future[None] | None = None  # begun by `probe_soon`
         self.blocklist = blocklist
 
     def load(
@@ -381,6 +382,11 @@ class CatchUp:
     def probe(self, timeout_s: float) -> None:
         """Exchange reports with all peers directly. Raise NetworkError when that takes longer."""
         self._node.network.run(self._tracker.probe(), timeout_s)
+
+    def probe_soon(self) -> None:
+        """Begin to exchange reports with all peers, unless that is in progress. Does not wait."""
+        if self._probing is None or self._probing.done():
+            self._probing = self._node.network.submit(self._tracker.probe())
 
     def advance(self, apply: Callable[[], None]) -> None:
         """Move the state one epoch forward: apply the mode's step, then the scheduler's."""

@@ -18,6 +18,7 @@ from averaging.optim.progress.logic.punctuality import SLOW
 from averaging.optim.progress.tracker import Tracker
 from averaging.optim.state.donor import Donor
 from averaging.result import RoundResult
+from swarm.core.backoff import Backoff
 from swarm.core.errors import NetworkError
 from swarm.core.ids import PeerId
 
@@ -25,6 +26,9 @@ _log = logging.getLogger(__name__)
 
 ROUNDS_MAX = 3  # attempts within one call of step; the next call tries again
 STATE_ROUNDS_MAX = 3  # attempts at averaging the state in its epoch
+# Groups of up to this many average their state whenever it is due, also when they have just doubled. Larger:
+# peers that differ, for instance in frozen parameters, stay apart longer; smaller: newcomers wait for a round
+_SMALL_MAX = 8
 # a peer steps alone only if its latest read of the others' progress is not older than this
 ALONE_CHECK_AGE_S_MAX = 4.0
 
@@ -32,6 +36,10 @@ _PROBE_TIMEOUT_S = 10.0
 _REFRESH_TIMEOUT_S = 2.0
 _QUORUM_POLL_S = 0.5  # interval of checks for a quorum
 _QUORUM_PAUSE_S = 0.1  # shortest interval of checks for a quorum
+# A search for a group asks the other peers for their reports after this time, and then after growing pauses.
+# Too small: long searches cost a call to each peer; too large: a peer that was killed right after its last
+# report counts as present, so that the grace begins late
+_PROBE_S_FIRST, _PROBE_S_MAX = 2.0, 16.0
 # Before the first certificate of a run, a peer that is ready waits this long for those without a step. Too
 # small: a peer whose first step is slow downloads what it could have averaged; too large: a peer that never
 # trains keeps the run from beginning
@@ -86,6 +94,8 @@ class EpochCloser:
         self._epoch_began_s = self._clock.monotonic_s()
         self._sought_s = -math.inf  # time of the last quorum check during a round
         self._lacks_quorum = False  # result of that check
+        # when the search in progress asks the other peers again
+        self._probes, self._probe_s = Backoff(_PROBE_S_FIRST, _PROBE_S_MAX), -math.inf
         self._announced_wait_epoch = -1  # latest epoch with a message that the peer waits for a quorum
         self.round_is_break = False  # the latest attempt began after the grace
         self._epoch_s = 0.0  # running estimate of how long an epoch takes
@@ -127,9 +137,23 @@ class EpochCloser:
         if history is None or history.grid_rounds > 1:
             self._lacks_quorum = False
         elif now_s - self._sought_s >= _QUORUM_POLL_S:
+            self._probe_in_search(now_s)
             self._sought_s = now_s
             found = history.seek_quorum(self._tracker.voters(), now_s, self._epoch_s)
             self._lacks_quorum = not found or history.is_break
+
+    def _probe_in_search(self, now_s: float) -> None:
+        """Ask the other peers for their reports from time to time while a search for a group lasts. Some may
+        have ended after their last reports, which count until they expire.
+        """
+        is_new = now_s - self._sought_s >= _PROBE_S_FIRST
+        if is_new or self._averager.in_round or self._averager.in_state_round:
+            self._probes.reset()
+        elif now_s >= self._probe_s:
+            self._catch_up.probe_soon()
+        else:
+            return
+        self._probe_s = now_s + self._probes.next_s()
 
     def waits_for_newcomers(self) -> bool:
         """Return whether this peer, which is alone in its epoch, should continue training in it although it
@@ -371,6 +395,9 @@ class EpochCloser:
         self._averager.open_state()
         if epoch % self._averager.state_sync_epochs and epoch != min(2, self._averager.state_sync_epochs):
             return None
+        if not alone and self._has_just_grown():
+            _log.info("the state of epoch %d is not averaged: most peers have just loaded it", epoch)
+            return None
         if alone:
             with self._state.lock:
                 self._state.agree_extras()
@@ -394,6 +421,16 @@ class EpochCloser:
             self._tracker.on_round(peer for peer in result.peers if peer not in result.left_out)
         self._donor.changed()
         return state_round
+
+    def _has_just_grown(self) -> bool:
+        """Return whether most peers have come since the state was due last. They hold it as they loaded it,
+        and more of them may be about to come, whose processors and links a round over the state would take.
+        Certificates say so, hence all peers agree.
+        """
+        if self._history is None:
+            return False
+        now, before = self._history.past().contributors(self._averager.state_sync_epochs)
+        return now > _SMALL_MAX and now >= 2 * before
 
     def _state_round_is_obsolete(self) -> bool:
         """Return whether a round over the state cannot succeed: nobody will join it, or there is no quorum.

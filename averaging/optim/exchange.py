@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import struct
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -196,15 +196,17 @@ class ShownHistory:
 
     chain: Chain
     declines: bool  # it currently does not vote for groups on its head without itself
+    abstains: bool  # nor for groups with itself
     goodbyes: Mapping[PeerId, bytes]  # signatures of electors of its head that have left, not verified
 
 
 def history_reply(
-    chain: Chain, goodbyes: Mapping[PeerId, bytes], *, declines: bool
+    chain: Chain, goodbyes: Mapping[PeerId, bytes], *, declines: bool, abstains: bool
 ) -> state_pb2.HistoryReply:
     """Return the answer to a question for a history; parameters as in `ShownHistory`."""
     left = [state_pb2.Goodbye(peer=one.public_key, signature=said) for one, said in goodbyes.items()]
-    return state_pb2.HistoryReply(chain=encode_part(chain), declines=declines, goodbyes=left)
+    part = encode_part(chain)
+    return state_pb2.HistoryReply(chain=part, declines=declines, abstains=abstains, goodbyes=left)
 
 
 async def fetch_history(
@@ -231,6 +233,7 @@ async def fetch_history(
     return ShownHistory(
         chain=found,
         declines=reply.declines,
+        abstains=reply.abstains,
         goodbyes=goodbyes_of(reply),
     )
 
@@ -277,9 +280,11 @@ async def ask_holders(
             tasks.create_task(ask_in_turn(contacts))
 
 
-async def voters_at_head(caller: Caller, run: str, contacts: Sequence[Contact], head: bytes) -> set[PeerId]:
+async def voters_at_head(
+    caller: Caller, run: str, contacts: Sequence[Contact], head: bytes, members: Collection[PeerId]
+) -> set[PeerId]:
     """Ask peers concurrently. Return those that answer, whose history ends with this head, and that vote
-    there on rounds of other groups.
+    there on the round of a group with these `members`.
     """
 
     async def votes(contact: Contact) -> bool:
@@ -287,7 +292,8 @@ async def voters_at_head(caller: Caller, run: str, contacts: Sequence[Contact], 
             shown = await fetch_history(caller, run, contact, [head], 0)
         except (NetworkError, PeerError):
             return False
-        return shown.chain.last_head == head and not shown.declines
+        refuses = shown.abstains if contact.peer_id in members else shown.declines
+        return shown.chain.last_head == head and not refuses
 
     async with asyncio.TaskGroup() as tasks:
         asked = {one.peer_id: tasks.create_task(votes(one)) for one in contacts}

@@ -10,14 +10,14 @@ import asyncio
 import copy
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 from averaging.history.ahead import Ahead, still_ahead, what_to_follow
 from averaging.history.certificate import DIGEST_BYTES, Certificate, Proposal, RoundKind, goodbye_statement
 from averaging.history.chain import Chain, Relation
 from averaging.history.grace import SleepWatch
-from averaging.history.known_heads import KnownHeads
+from averaging.history.known_heads import STRANGERS_MAX, STRANGERS_PAUSE_S, KnownHeads
 from averaging.history.lineage import Lineage
 from averaging.history.offers import Offers
 from averaging.history.round_lineage import RoundLineage
@@ -34,7 +34,6 @@ _log = logging.getLogger(__name__)
 
 _PROBE_INTERVAL_S = 1.0  # interval at which missing electors are looked for
 _FETCHES_MAX = 8  # histories fetched at once
-_STRANGE_MAX, _STRANGE_PAUSE_S = 4, 2.0  # the same for strangers; after one that did not answer
 
 
 class RunHistory:
@@ -377,8 +376,9 @@ class RunHistory:
                 await self._wake.wait()
                 await self.compare()
                 if self._strange and (comparing is None or comparing.done()):
-                    asking = ask_holders(self._strange, _STRANGE_MAX, self._fetch, pause_s=_STRANGE_PAUSE_S)
-                    comparing = tasks.create_task(asking)
+                    comparing = tasks.create_task(
+                        ask_holders(self._strange, STRANGERS_MAX, self._fetch, pause_s=STRANGERS_PAUSE_S)
+                    )
 
     async def _watch_sleep(self) -> None:
         while True:
@@ -441,20 +441,20 @@ class RunHistory:
         chain = self.past(list(request.heads))
         with self._lock:
             lineage, is_elsewhere = self._left or self._lineage, self._has_left or self._left is not None
-            declines = is_elsewhere or self._rounds > 0 or lineage.abstains or lineage.is_promised
+            abstains = is_elsewhere or lineage.abstains or lineage.is_promised
             goodbyes = dict(lineage.goodbyes)
-        return history_reply(chain, goodbyes, declines=declines)
+        return history_reply(chain, goodbyes, declines=abstains or self._rounds > 0, abstains=abstains)
 
-    async def _may_begin(self, contributors: Sequence[PeerId]) -> str:
-        """Return why a group with these contributors, and electors outside of it, cannot commit; or "". Then
-        its round begins.
+    async def _may_begin(self, contributors: Sequence[PeerId], members: Collection[PeerId]) -> str:
+        """Return why a group of these contributors and members, and other electors, cannot commit; or "".
+        Then its round begins.
 
         An elector in a round of another group votes for no other one before that has ended: each of two
         groups would wait for the vote of the other one's member until the grace was over.
         """
         self._rounds, reason = self._rounds + 1, "the round was cancelled"
         try:
-            reason = await self._lacks_voters(contributors)
+            reason = await self._lacks_voters(contributors, members)
         finally:
             self._rounds -= bool(reason)
         return reason
@@ -462,14 +462,14 @@ class RunHistory:
     def _round_ended(self) -> None:
         self._rounds -= 1
 
-    async def _lacks_voters(self, contributors: Sequence[PeerId]) -> str:
+    async def _lacks_voters(self, contributors: Sequence[PeerId], members: Collection[PeerId]) -> str:
         with self._lock:
             if self._is_break or self._lineage.has_quorum(contributors):
                 return ""
             head, electors = self._lineage.head, {*self._lineage.electors}
             missing = self._heads.contacts(electors.difference(contributors, [self.own]))
         present = {self.own, *contributors}
-        present |= await voters_at_head(self._node.channels, self._run, missing, head)
+        present |= await voters_at_head(self._node.channels, self._run, missing, head, members)
         with self._lock:
             return "" if self._lineage.has_quorum(present) else self._lineage.lacking_text(present)
 

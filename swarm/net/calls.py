@@ -23,6 +23,7 @@ from grpc import aio
 
 from swarm.core.errors import PeerError
 from swarm.core.notify import ChangeEvent
+from swarm.net.callers import CallsOf
 from swarm.net.room import PeerRoom
 from swarm.wire.calls_pb2 import AnswerBatch, Call, CallBatch
 
@@ -194,8 +195,8 @@ class ServedCalls:
 
     `handle(method, request)` is the RPC boundary and must not raise. `handle_now` does the same for calls
     that never wait and need no task; for any other call it returns how many bytes of its answer are to be
-    counted before it begins. `enter` and `leave` count calls: a call is open until its answer has been sent,
-    so answers to a caller that does not read cannot accumulate. `room` counts their bytes.
+    counted before it begins. `calls` counts those that are open: a call is open until its answer has been
+    sent, so answers to a caller that does not read cannot accumulate. `room` counts their bytes.
     """
 
     def __init__(
@@ -203,15 +204,13 @@ class ServedCalls:
         context: aio.ServicerContext[Any, Any],
         handle: Callable[[str, bytes], Awaitable[Outcome]],
         handle_now: Callable[[str, bytes], Outcome | int],
-        enter: Callable[[], str | None],
-        leave: Callable[[], None],
+        calls: CallsOf,
         room: PeerRoom,
     ) -> None:
         self._context = context
         self._handle = handle
         self._handle_now = handle_now
-        self._enter = enter
-        self._leave = leave
+        self._calls = calls
         self._room = room
         self._open: dict[int, asyncio.Task[None]] = {}
         # number, outcome, whether the call was counted by `enter`
@@ -254,7 +253,7 @@ class ServedCalls:
             for _, outcome, counted in self._unsent:
                 self._room.release(_answer_bytes(outcome))
                 if counted:
-                    self._leave()
+                    self._calls.leave()
         if broken is not None:
             raise broken
 
@@ -273,6 +272,8 @@ class ServedCalls:
             for call in batch.calls:
                 if not self._room.fits():
                     await self._room.wait(0)
+                if not self._calls.may_begin(call.method):  # nothing more of this caller is read meanwhile
+                    await self._calls.wait_to_begin(call.method)
                 self._take(call, group)
                 if time.perf_counter() >= turn_ends_s:
                     await asyncio.sleep(0)
@@ -298,7 +299,7 @@ class ServedCalls:
         if self._stopping:
             self._put(call.number, (grpc.StatusCode.CANCELLED, "the peer is closing", b""), counted=False)
             return
-        refusal = self._enter()
+        refusal = self._calls.enter()
         if refusal is not None:
             self._put(call.number, (grpc.StatusCode.RESOURCE_EXHAUSTED, refusal, b""), counted=False)
             return
@@ -324,7 +325,7 @@ class ServedCalls:
         """
         del self._open[number]
         if task.cancelled():
-            self._leave()
+            self._calls.leave()
         if self._stopping:
             self._wake.notify()
 
@@ -354,7 +355,7 @@ class ServedCalls:
                 finally:
                     self._room.release(size_bytes)
                     for _ in range(counted):
-                        self._leave()
+                        self._calls.leave()
                 self._below_limit.set()
 
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from swarm.core.ids import PeerId
 from swarm.core.standing import PeerStanding
+from swarm.net.logic.stranger_budget import BudgetLimits, StrangerBudget
 from swarm.net.scope import prefix_of
 from swarm.runtime.listener_filter import HOSTS_MAX, NETWORKS_MAX, Instruction, attach, program
 from swarm.runtime.sockets import Endpoint, OpenSocket, SocketList, shut_down
@@ -47,7 +48,6 @@ FEW_PER_S = 0.125
 # a prefix with too many is filtered before the handshake for this long, then allowed for a second
 AWAY_S = 3.0
 _LOCAL_HOSTS = ("127.0.0.1", "::1")  # relayed connections come from these hosts
-_PREFIXES_MAX = 4096
 _INTERVAL_S = 1.0
 _PER_TURN = 64  # connections that are looked up or closed per turn of the event loop: about 2 ms
 
@@ -117,56 +117,31 @@ def _fair_share(counts: Iterable[int], total_max: int) -> int:
     return max(share, total_max)
 
 
-@dataclass(slots=True)
-class _Bucket:
-    """A token bucket: its contents grow by `per_s` in a second, up to `most`."""
-
-    most: float
-    per_s: float
-    left: float
-    at_s: float
-
-    def fill(self, now_s: float) -> float:
-        """Return the tokens that are left at this time."""
-        self.left = min(self.left + max(now_s - self.at_s, 0.0) * self.per_s, self.most)
-        self.at_s = now_s
-        return self.left
-
-
-def _full(most: float, per_s: float, now_s: float) -> _Bucket:
-    return _Bucket(most, per_s, most, now_s)
-
-
 class Arrivals:
     """Decide which new connections of strangers are answered: a token bucket for each address prefix, and one
     for all strangers. Pure.
     """
 
     def __init__(self) -> None:
-        # prefix -> (tokens, tokens for prefixes with few connections); the least recently used prefix comes
-        # first
-        self._left: OrderedDict[str, tuple[_Bucket, _Bucket]] = OrderedDict()
-        self._of_all: _Bucket | None = None
+        self.budget = StrangerBudget(
+            BudgetLimits(
+                per_prefix_max=ARRIVALS_MAX,
+                per_prefix_per_s=ARRIVALS_PER_S,
+                all_max=ALL_ARRIVALS_MAX,
+                all_per_s=ALL_ARRIVALS_PER_S,
+                reserved=RESERVED,
+                few_max=FEW_MAX,
+                few_per_s=FEW_PER_S,
+            )
+        )
         self._refused: dict[str, None] = {}  # since the last `turn`
         self._away_until_s: dict[str, float] = {}
 
     def enter(self, prefix: str, now_s: float) -> bool:
         """Count a new connection, and return whether it is answered."""
-        of_all = self._of_all = self._of_all or _full(ALL_ARRIVALS_MAX, ALL_ARRIVALS_PER_S, now_s)
-        if prefix not in self._left:
-            of_prefix = _full(ARRIVALS_MAX, ARRIVALS_PER_S, now_s), _full(FEW_MAX, FEW_PER_S, now_s)
-            self._left[prefix] = of_prefix
-        left, few = self._left[prefix]
-        self._left.move_to_end(prefix)
-        needed = 1.0 if few.fill(now_s) >= 1.0 else 1.0 + RESERVED
-        is_answered = left.fill(now_s) >= 1.0 and of_all.fill(now_s) >= needed
-        if is_answered:
-            for bucket in (left, few, of_all):
-                bucket.left = max(bucket.left - 1.0, 0.0)
-        else:
+        is_answered = self.budget.enter(prefix, now_s)
+        if not is_answered:
             self.refuse(prefix)
-        if len(self._left) > _PREFIXES_MAX:
-            self._left.popitem(last=False)
         return is_answered
 
     def refuse(self, prefix: str) -> None:
@@ -217,6 +192,11 @@ class Connections:
     def is_refused(self, endpoint: Endpoint) -> bool:
         """Return whether all calls of this connection are refused."""
         return endpoint in self._refused
+
+    def refuse(self, endpoint: Endpoint) -> None:
+        """Refuse all further calls of this connection, and close it soon."""
+        if endpoint in self._callers:
+            self._refused.add(endpoint)
 
     def on_called(self, peer_id: PeerId, endpoint: Endpoint, now_s: float) -> bool:
         """Record the caller at an endpoint, and return whether its calls are answered."""

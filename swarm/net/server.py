@@ -5,7 +5,6 @@ what handlers raise.
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -19,11 +18,12 @@ from swarm.core.errors import NetworkError, NotInvited, PeerError, SwarmError, U
 from swarm.core.identity import Identity
 from swarm.core.ids import PeerId
 from swarm.core.standing import PeerStanding
-from swarm.net.callers import OpenCalls, RemoteCaller, set_caller_host
+from swarm.net.callers import STRANGER_CALLS, CallsOf, OpenCalls, RemoteCaller, set_caller_host
 from swarm.net.calls import ANSWER_S_MAX, CALLS_NAME, SHARED_REPLY_BYTES_MAX, Outcome, ServedCalls
 from swarm.net.certificate import CallerCheck, courtesy_ca, server_certificate
 from swarm.net.connections import CONNECTIONS_MAX, Connections
 from swarm.net.listening import why_no_listening
+from swarm.net.logic.stranger_budget import StrangerBudget
 from swarm.net.membership import RunMembership
 from swarm.net.room import AnswerRoom, PeerRoom, RequestReads
 from swarm.net.rpc import (
@@ -120,7 +120,8 @@ class Server:
             ("grpc.http2.min_ping_interval_without_data_ms", round(1000 * limits.ping_interval_s_min)),
         )
         self._surroundings = surroundings or Surroundings()
-        self.calls = OpenCalls(self.standing, "calls", limits.calls_max, limits.calls_per_peer_max)
+        budget = StrangerBudget(STRANGER_CALLS)
+        self.calls = OpenCalls(self.standing, "calls", limits.calls_max, limits.calls_per_peer_max, budget)
         self.call_streams = OpenCalls(
             self.standing, "streams of shared calls", limits.calls_max, STREAMS_PER_PEER_MAX
         )
@@ -249,12 +250,8 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
                 _logger.exception("%s, called by %s, failed", name, peer_id)
                 return _INTERNAL
 
-        enter, leave = (
-            functools.partial(self._server.calls.enter, caller),
-            functools.partial(self._server.calls.leave, caller),
-        )
-        room = PeerRoom(self._server.room, peer_id)
-        stream = ServedCalls(context, handle, handle_now, enter, leave, room)
+        calls, room = CallsOf(self._server.calls, caller), PeerRoom(self._server.room, peer_id)
+        stream = ServedCalls(context, handle, handle_now, calls, room)
         try:
             await self._server.serve_calls(caller, stream)
         except PeerError as error:
@@ -325,13 +322,17 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
         not_invited = self._server.refusal(caller.peer_id, handler.method.name)
         if not_invited:
             await _refuse(context, _NOT_INVITED, not_invited)
-        refusal = self._server.calls.enter(caller)
+        calls, method = CallsOf(self._server.calls, caller), handler.method.name
+        refusal = calls.enter()
         if refusal is not None:
+            if not calls.may_begin(method):  # a refusal costs as much as a call
+                self._server.connections.refuse(endpoint_of(context.peer()))
             await _refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, refusal)
         try:
+            await calls.wait_to_begin(method)
             code, text, _ = await serve(handler, caller.peer_id, context)
         finally:
-            self._server.calls.leave(caller)
+            calls.leave()
         if code is not grpc.StatusCode.OK:
             await _refuse(context, code, text)
 

@@ -125,14 +125,16 @@ class Goodbye(_message.Message):
     def __init__(self, peer: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class HistoryReply(_message.Message):
-    __slots__ = ("chain", "declines", "goodbyes")
+    __slots__ = ("chain", "declines", "goodbyes", "abstains")
     CHAIN_FIELD_NUMBER: _ClassVar[int]
     DECLINES_FIELD_NUMBER: _ClassVar[int]
     GOODBYES_FIELD_NUMBER: _ClassVar[int]
+    ABSTAINS_FIELD_NUMBER: _ClassVar[int]
     chain: bytes
     declines: bool
     goodbyes: _containers.RepeatedCompositeFieldContainer[Goodbye]
-    def __init__(self, chain: _Optional[bytes] = ..., declines: _Optional[bool] = ..., goodbyes: _Optional[_Iterable[_Union[Goodbye, _Mapping]]] = ...) -> None: ...
+    abstains: bool
+    def __init__(self, chain: _Optional[bytes] = ..., declines: _Optional[bool] = ..., goodbyes: _Optional[_Iterable[_Union[Goodbye, _Mapping]]] = ..., abstains: _Optional[bool] = ...) -> None: ...
 
 class ReceiptRequest(_message.Message):
     __slots__ = ("run", "certificates", "head", "signatures")

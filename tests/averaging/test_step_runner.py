@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,7 +41,7 @@ class Groups:
 
 
 def lineage(asked: asyncio.Event) -> RoundLineage:
-    async def may_begin(contributors: Sequence[PeerId]) -> str:
+    async def may_begin(contributors: Sequence[PeerId], members: Collection[PeerId]) -> str:
         asked.set()
         await asyncio.Event().wait()  # an elector that does not answer
         return ""

@@ -9,6 +9,7 @@ import pytest
 from swarm.core.ids import PeerId
 from swarm.core.standing import PeerStanding
 from swarm.net.callers import OpenCalls, RemoteCaller
+from swarm.net.logic.stranger_budget import BudgetLimits, StrangerBudget
 from swarm.testing.identities import SeededIdentity
 
 PEERS = [SeededIdentity(number).peer_id for number in range(24)]
@@ -80,3 +81,54 @@ def test_the_counts_agree_with_a_model(seed: int) -> None:
         calls.leave(one)
     assert calls.total == 0
     assert calls.by_peer == {}
+
+
+LIMITS = BudgetLimits(
+    per_prefix_max=20.0,
+    per_prefix_per_s=4.0,
+    all_max=40.0,
+    all_per_s=8.0,
+    reserved=10.0,
+    few_max=3.0,
+    few_per_s=1.0,
+)
+
+
+def begun(calls: OpenCalls, peer: PeerId, prefix: str, until_s: int, method: str = "/swarm.Dht/Find") -> int:
+    """Return how many of a hundred calls a second begin in this time."""
+    caller = RemoteCaller(peer, prefix)
+    return sum(calls.may_begin(caller, method, step / 100.0) for step in range(100 * until_s))
+
+
+@pytest.mark.parametrize("identities", [1, 16])
+def test_strangers_of_one_network_begin_as_many_calls_as_it_may_whatever_their_number(
+    identities: int,
+) -> None:
+    """Regression test: a stranger could make any number of calls over its one connection."""
+    calls = OpenCalls(standing(MEMBERS[0]), "calls", 1024, 256, StrangerBudget(LIMITS))
+    found = sum(
+        calls.may_begin(RemoteCaller(peer, PREFIXES[0]), "/swarm.Dht/Find", step / 100.0)
+        for step in range(1000)
+        for peer in STRANGERS[:identities]
+    )
+    assert 20 + 4 * 9 <= found <= 20 + 4 * 10
+
+
+def test_members_experts_and_nodes_without_members_have_no_budget() -> None:
+    for members, peer, method in (
+        (MEMBERS, MEMBERS[0], "/swarm.Dht/Find"),
+        (MEMBERS, STRANGERS[0], "/swarm.Expert/Call"),
+        ((), STRANGERS[0], "/swarm.Dht/Find"),
+    ):
+        calls = OpenCalls(standing(*members), "calls", 1024, 256, StrangerBudget(LIMITS))
+        assert begun(calls, peer, PREFIXES[0], 10, method) == 1000
+
+
+def test_a_newcomer_from_elsewhere_is_served_while_other_networks_use_up_the_budget() -> None:
+    calls = OpenCalls(standing(MEMBERS[0]), "calls", 1024, 256, StrangerBudget(LIMITS))
+    for prefix in PREFIXES[:3]:
+        begun(calls, STRANGERS[0], prefix, 1)
+    assert not calls.may_begin(RemoteCaller(STRANGERS[0], PREFIXES[0]), "/swarm.Dht/Find", 1.0)
+    assert [
+        calls.may_begin(RemoteCaller(STRANGERS[1], PREFIXES[3]), "/swarm.Dht/Find", 1.0) for _ in range(4)
+    ] == [True, True, True, False]

@@ -243,7 +243,7 @@ def test_known_and_refused_networks_are_bounded() -> None:
     for number in range(20_000):
         arrivals.enter(f"198.{number % 250}.{number // 250}.0/24", NOW_S)
     assert len(arrivals.turn(NOW_S + 1.0)) == NETWORKS_MAX
-    assert len(arrivals._left) == 4096
+    assert len(arrivals.budget) == 4096
 
 
 def test_callers_that_hold_connections_and_make_no_call_are_turned_away_with_their_network() -> None:

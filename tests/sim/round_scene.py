@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -80,7 +80,7 @@ def lineage(
     async def find_contact(peer: PeerId) -> Contact | None:
         return contacts.get(peer)
 
-    async def may_begin(contributors: Sequence[PeerId]) -> str:
+    async def may_begin(contributors: Sequence[PeerId], members: Collection[PeerId]) -> str:
         return ""
 
     return RoundLineage(

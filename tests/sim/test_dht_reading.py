@@ -13,7 +13,7 @@ import pytest
 from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError, UsageError
 from swarm.core.ids import Contact, Key
 from swarm.core.presets import WAN
-from swarm.dht.logic.constants import REPLICAS
+from swarm.dht.logic.constants import BUCKET_MAX, REPLICAS
 from swarm.dht.service.overlay import FIND, STORE
 from swarm.dht.service.wire import KNOWN_MAX, id_to_wire, key_to_wire, known_to_wire
 from swarm.net.contacts import contacts_from_wire
@@ -295,6 +295,37 @@ def test_answers_omit_peers_that_the_caller_knows() -> None:
         )
 
     play(scenario, seed=3)
+
+
+@pytest.mark.parametrize("peers", [30, KNOWN_MAX + 1])
+def test_a_peer_that_knows_up_to_64_others_is_named_nobody_that_it_knows(peers: int) -> None:
+    """Regression test: answers named twenty contacts from 21 peers on."""
+
+    async def scenario(network: SimulatedNetwork) -> None:
+        services = await swarm_of(network, peers)
+        own = services[-1]
+        for service in services[:-1]:
+            await own.overlay.ping(service.own())
+        assert len(own.overlay.table) > BUCKET_MAX
+        assert own.overlay.known_peers == known_to_wire(own.overlay.table)
+
+        named = list[Contact]()
+
+        async def call(caller: SimulatedCaller, *given: Any, **more: Any) -> Any:
+            reply = await asked(caller, *given, **more)
+            if given[1] is FIND:
+                named.extend(contact for one in reply.results for contact in contacts_from_wire(one.nearest))
+            return reply
+
+        asked = SimulatedCaller.call
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(SimulatedCaller, "call", call)
+            await own.get(KEY)
+        assert not {contact.peer_id for contact in named}.intersection(
+            contact.peer_id for contact in own.overlay.table
+        )
+
+    play(scenario, seed=2)
 
 
 def test_a_replica_unknown_to_the_reader_is_named_and_asked() -> None:

@@ -286,3 +286,24 @@ def test_hosts_that_lie_or_are_dead_only_cost_time() -> None:
         await averaging.swarm.close()
 
     run_virtual(scenario())
+
+
+def test_the_only_host_that_answers_cannot_end_the_search_for_a_round() -> None:
+    """Regression test: it could. The peer then said as a host of other cells that the round was over, too."""
+
+    async def scenario() -> None:
+        averaging = swarm_of(1, 4, 2)
+        await averaging.step()
+        await asyncio.sleep(1.0)
+        own, liar, *others = averaging.live()
+        for one in others:
+            averaging.remove(one, goodbye=False)
+        liar.service.cells.on_cell_lookup = lambda lookup: CellLookupReply(  # type: ignore[method-assign]
+            members=(), home="", passed=True
+        )
+        found = await own.find(key="next", window_s=5.0)
+        assert isinstance(found, SearchFailed)
+        assert found.reason != "passed"
+        await averaging.swarm.close()
+
+    run_virtual(scenario())

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from averaging.history.certificate import Certificate
 from averaging.optim.modes import ModeSettings
 from averaging.optim.modes.settings import Diloco, Gradients
 from averaging.optim.optimizer import OptimizerConfig
@@ -23,6 +24,7 @@ from tests.wire.trainers import BATCH, assert_close, oracle
 PAIRS = OptimizerConfig(group_size_max=2, publish_metrics=False)
 EPOCHS = 3
 SEEDS = [1, 2]
+IDLE_S_MAX = 5.0  # an epoch with an elector that has no samples
 GOES_ON_S = 40.0  # two epochs after the electors died: the grace of 15 s, and rounds that fail in 5 s
 
 
@@ -45,6 +47,13 @@ def shared_state(peer: SimulatedTrainer) -> tuple[bool, dict[str, torch.Tensor]]
     tensors = {name: tensor.clone() for name, tensor in read_tensors(view.blob, header, start).items()}
     view.close()
     return view.canonical, tensors
+
+
+def last_certificate(peer: SimulatedTrainer) -> Certificate:
+    rounds = [report.round for report in peer.reports if report.stepped]
+    assert rounds[-1] is not None
+    assert rounds[-1].certificate is not None
+    return rounds[-1].certificate
 
 
 async def train(swarm: Any, epoch: int, peers: list[SimulatedTrainer] | None = None) -> None:
@@ -184,6 +193,40 @@ def test_rounds_behind_training_go_through_the_grid_and_leave_one_state(
                 assert sum(report.contributed for report in peer.reports) + peer.reports[-1].accumulated == (
                     BATCH * peer.steps
                 )
+
+    run_virtual(scene())
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_an_elector_without_samples_votes_in_the_electors_cell_and_keeps_nobody_waiting(seed: int) -> None:
+    """Regression test: the others waited for its vote until they continued with a break."""
+
+    async def scene() -> None:
+        async with trainers(seed, 4, PAIRS) as swarm:
+            await train(swarm, 1)
+            senior = last_certificate(swarm.peers[0]).electors[0]  # of two, the one whose vote is needed
+            idle = next(one for one in swarm.peers if one.node.peer_id == senior)
+            idle.opt.pause(True)
+            began_s = asyncio.get_running_loop().time()
+
+            def work(one: SimulatedTrainer) -> None:
+                while one is idle and one.opt.epoch < 2:
+                    if (report := one.opt.join_started_round(5.0)) is not None:
+                        one.reports.append(report)
+                one.train_to(2)
+
+            await swarm.together(work)
+            assert asyncio.get_running_loop().time() - began_s < IDLE_S_MAX
+            assert len({one.opt.history_head for one in swarm.peers}) == 1
+            assert next(one for one in reversed(idle.reports) if one.stepped).contributed == 0
+            made = last_certificate(idle)
+            assert idle.node.peer_id in made.votes
+            assert idle.node.peer_id not in made.proposal.contributors
+            assert not made.proposal.is_break
+            idle.opt.pause(False)
+            await train(swarm, 4)
+            assert idle.reports[-1].contributed
+            assert len({one.opt.history_head for one in swarm.peers}) == 1
 
     run_virtual(scene())
 

@@ -246,13 +246,19 @@ def test_connections_without_a_call_take_little_memory_and_lose_it_again(
     run(scenario)
 
 
+@pytest.fixture
+def answered(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Return how many connections of strangers a node answers that is created after this."""
+    monkeypatch.setattr(connections, "ARRIVALS_MAX", 4)
+    monkeypatch.setattr(connections, "ARRIVALS_PER_S", 0.0)
+    return 4
+
+
 def test_connections_beyond_what_a_network_may_make_cost_one_check_each_and_are_closed(
-    node: Node, monkeypatch: pytest.MonkeyPatch
+    answered: int, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Members of the same network are served meanwhile, each as often as it connects."""
-    answered, refused = 4, 8
-    monkeypatch.setattr(connections, "ARRIVALS_MAX", answered)
-    monkeypatch.setattr(connections, "ARRIVALS_PER_S", 0.0)
+    refused = 2 * answered
     member = Identity.generate()
     node.standing.add_members("run", [member.peer_id])
     checks: list[object] = []

@@ -17,6 +17,7 @@ from swarm.core.identity import Identity
 from swarm.core.ids import Address, Contact, PeerId
 from swarm.core.standing import PeerStanding
 from swarm.net import calls, server
+from swarm.net.callers import CallsOf, OpenCalls, RemoteCaller
 from swarm.net.calls import CALLS_NAME
 from swarm.net.channels import Channels
 from swarm.net.room import AnswerRoom, PeerRoom
@@ -306,18 +307,8 @@ class Unread:
 
 def test_a_call_counts_as_open_until_its_answer_is_sent_and_callers_that_do_not_read_are_paused() -> None:
     async def scenario() -> None:
-        context, open_calls = Unread(batches=50), 0
-
-        def enter() -> str | None:
-            nonlocal open_calls
-            if open_calls == 50:
-                return "too many"
-            open_calls += 1
-            return None
-
-        def leave() -> None:
-            nonlocal open_calls
-            open_calls -= 1
+        context, caller = Unread(batches=50), RemoteCaller(Identity.generate().peer_id, "")
+        open_calls = OpenCalls(PeerStanding(), "calls", 100, 50)
 
         async def handle(name: str, request: bytes) -> calls.Outcome:
             return grpc.StatusCode.OK, "", b"x"
@@ -326,19 +317,18 @@ def test_a_call_counts_as_open_until_its_answer_is_sent_and_callers_that_do_not_
             context,  # type: ignore[arg-type]
             handle,
             lambda name, request: 0,
-            enter,
-            leave,
-            PeerRoom(AnswerRoom(PeerStanding()), Identity.generate().peer_id),
+            CallsOf(open_calls, caller),
+            PeerRoom(AnswerRoom(PeerStanding()), caller.peer_id),
         )
         async with asyncio.TaskGroup() as group:
             task = group.create_task(served.run())
             await until(lambda: served.unsent >= calls.UNSENT_MAX)
             await asyncio.sleep(0.02)
-            assert open_calls == 50
+            assert open_calls.total == 50
             assert served.unsent < calls.UNSENT_MAX + 2 * calls.BATCH_CALLS_MAX
             assert len(context.batches) > 30
             task.cancel()
-        assert open_calls == 0
+        assert open_calls.total == 0
 
     run(scenario)
 

@@ -5,12 +5,16 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from swarm.core.ids import Contact, PeerId
 
 PEERS_MAX = 4096  # remembered; the entry that was not renewed for the longest time is dropped first
 CELL_MEMBERS_MAX = 64  # members in one reply; the latest first
+# Hosts of a cell that must say that a round is over. Smaller: one liar, or the only host that answers, makes
+# peers leave out rounds; larger: a peer without partners searches on until it knows the epoch's certificate
+_WORDS_MIN = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,3 +79,12 @@ class CellMembers:
         del members[peer_id]
         if not members:
             del self._places[entry.place]
+
+
+def is_over_by_word(said: Mapping[PeerId, bool], has_standing: Callable[[PeerId], bool]) -> bool:
+    """Return whether a round is over by the word of the hosts of its cell: at least two of those that have
+    replied say so, and more than half. `said`: whether each says so. Anybody can make identities that are
+    hosts of a cell: where a host with standing has replied, the others do not count.
+    """
+    words = [over for host, over in said.items() if has_standing(host)] or [*said.values()]
+    return sum(words) >= _WORDS_MIN and 2 * sum(words) > len(words)

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from averaging.matchmaking.logic.cell_members import CellMembers
+from averaging.matchmaking.logic.cell_members import CellMembers, is_over_by_word
 from averaging.matchmaking.logic.grid import AveragingGrid, Place, shape_of, split_key
 from averaging.matchmaking.logic.group import Group
 from averaging.matchmaking.logic.history import PassedRounds
@@ -199,14 +199,14 @@ class Cells:
             tasks.create_task(self._ask_hosts(report))
 
     def round_has_passed(self) -> bool:
-        """Return whether most hosts that replied have finished the round of this search already. This peer
-        then says so, too: it does not search for that round any more.
+        """Return whether the round of this search is over without this peer, by the word of its hosts."""
+        return bool(self._round_key) and is_over_by_word(self._round_passed, self._ledger.has_standing)
+
+    def on_round_passed(self) -> None:
+        """Record that this peer gives up the round of this search, which is over. As a host it says so, too:
+        where a peer is left over in every round, few hosts of a cell have completed it themselves.
         """
-        has_passed = 2 * sum(self._round_passed.values()) > len(self._round_passed)
-        if not self._round_key or not has_passed:
-            return False
         self._passed.add(self._round_key)
-        return True
 
     def end_search(self) -> None:
         """Record the end of the search."""

@@ -170,6 +170,7 @@ class GroupService:
                     if now_s >= deadline_s:
                         return outcome
                     if cells.round_has_passed():
+                        cells.on_round_passed()
                         return SearchFailed(
                             reason="passed",
                             detail=f"most peers have finished round {round_key!r} without this one",

@@ -45,6 +45,9 @@ _HOLDERS_S: Final = 5.0
 _NAMING_MAX: Final = 8  # peers that are believed when they name members for a key
 _RUNS_MAX: Final = 256  # runs whose callers are remembered
 _CALLERS_MAX: Final = 64  # callers remembered for each run; the first ones stay
+# A prefix gets at most one of this many equal shares of the places, so that as many networks of an attacker
+# are needed to fill them. Smaller: fewer are; larger: of newcomers behind one address fewer are named
+_SHARES: Final = 4
 LISTING_KEY: Final = Key("public", "runs")  # where the members of all runs list them
 _LISTING: Final = "public/runs"
 _EXPERTS: Final = "experts"
@@ -344,4 +347,4 @@ def _in_turns(callers: Mapping[PeerId, _Caller]) -> list[PeerId]:
 
 def _is_full(prefixes: Sequence[str], places: int, prefix: str) -> bool:
     """Return whether no place is left, or none for a prefix, by the prefixes that have the others."""
-    return len(prefixes) >= places or prefixes.count(prefix) >= places // 4
+    return len(prefixes) >= places or prefixes.count(prefix) >= places // _SHARES

@@ -27,7 +27,7 @@ from swarm.dht.logic.constants import (
 )
 from swarm.dht.logic.lookup import Lookup, LookupBreadth, LookupDone
 from swarm.dht.logic.routing import NEAR_COUNT, RoutingTable
-from swarm.dht.service.wire import known_to_wire
+from swarm.dht.service.wire import KNOWN_MAX, known_to_wire
 from swarm.net.contacts import contact_from_wire, contact_to_wire, contacts_from_wire
 from swarm.net.peerbook import PeerBook
 from swarm.net.rpc import UNARY_BYTES_MAX, Caller, Method, RequestT
@@ -78,8 +78,7 @@ _NO_WAY = ("network is unreachable", "no route to host")  # failures of this mac
 _BOOK_UPDATE_INTERVAL_S = 1.0  # the book is updated about the same peer at most this often
 _BOOK_UPDATES_MAX = 2048
 _CHECKS_MAX = 256  # pings, in progress or due, that show whether a caller can be called back
-# A new caller is pinged after this delay, unless it answers a call before.
-_CHECK_DELAY_S = 5.0
+_CHECK_DELAY_S = 5.0  # a new caller is pinged after this, unless it answers a call before
 _CHECKED_PEERS_MAX = 1024
 _CHECK_INTERVAL_S = 10.0  # a peer that calls but does not answer is checked at most this often
 
@@ -377,10 +376,10 @@ class Overlay:
 
     @property
     def known_peers(self) -> bytes:
-        """Return the peers that this peer knows, abbreviated, for a request: answers omit them. Empty in a
-        large swarm, where most contacts in answers are new.
+        """Return the peers that this peer knows, abbreviated, for requests: answers omit them. Empty in a
+        large swarm. Take it before a lookup begins: peers met later are no candidates of that lookup.
         """
-        if not self.knows_all:
+        if len(self.table) > KNOWN_MAX:
             return b""
         if self.table.changes != self._known_peers[0]:
             self._known_peers = self.table.changes, known_to_wire(self.table)

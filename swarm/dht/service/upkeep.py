@@ -113,13 +113,16 @@ class Upkeep:
 
     async def find(self, target: int, wanted: int | None = None) -> tuple[Contact, ...]:
         """Return the live peers nearest to an id."""
-        overlay = self._overlay
+        overlay, known = self._overlay, self._overlay.known_peers
         lookup = overlay.lookup(target, wanted=wanted or overlay.bucket_max, parallel=PARALLEL)
-        return await overlay.search(lookup, lambda contact: self._find_closer(contact, target))
+        return await overlay.search(lookup, lambda contact: self._find_closer(contact, target, known))
 
-    async def _find_closer(self, contact: Contact, target: int) -> Sequence[Contact] | None:
-        overlay = self._overlay
-        request = DhtFindRequest(sender=overlay.sender, queries=[DhtFindQuery(target=id_to_wire(target))])
+    async def _find_closer(
+        self, contact: Contact, target: int, known: bytes = b""
+    ) -> Sequence[Contact] | None:
+        """Return the peers that a contact names as nearest to the target, without those `known`."""
+        overlay, queries = self._overlay, [DhtFindQuery(target=id_to_wire(target))]
+        request = DhtFindRequest(sender=overlay.sender, queries=queries, known=known)
         reply = await overlay.ask(contact, FIND, request)
         return (
             overlay.contacts_from_answer(reply.results[0].nearest)

@@ -13,7 +13,10 @@ from swarm.wire.dht_pb2 import DhtKey, DhtRecord
 
 _ID_BYTES = 32
 _KNOWN_BYTES = 8
-KNOWN_MAX = 64  # peers in one request
+# Peers in one request that its caller knows; a caller that knows more names none. A contact takes ten times
+# as many bytes in each answer, and has to be read. Larger: in large swarms most contacts in answers are new,
+# and requests grow in vain
+KNOWN_MAX = 64
 
 
 def known_to_wire(contacts: Iterable[Contact]) -> bytes:

@@ -73,6 +73,7 @@ class PendingWrite:
         self._at_companions: dict[PeerId, asyncio.Task[Sequence[Contact] | None]] = {}
         self._record = record
         self._previous_us = previous_us
+        self._known = b""  # the peers that answers need not name
         self.held: list[
             DhtRecord
         ] = []  # later records of the same entry, which replicas held before this one
@@ -89,6 +90,7 @@ class PendingWrite:
 
     async def _store_at_replicas(self) -> None:
         overlay, target = self._overlay, self._record.key.dht_id
+        self._known = overlay.known_peers
         near = [one for one in overlay.found.of(self._record.key) if not overlay.is_suspect(one.peer_id)]
         lookup = overlay.lookup(target, wanted=REPLICAS, parallel=REPLICAS, near=near)
         # A peer that knows the replicas asks them first, and the question stores the record. Their answers
@@ -123,7 +125,7 @@ class PendingWrite:
             records=[record_to_wire(record)],
             target=id_to_wire(record.key.dht_id),
             nearest_max=REPLICAS,
-            known=overlay.known_peers,
+            known=self._known,
             previous_us=self._previous_us,
         )
         reply = await overlay.ask(contact, STORE, request)
@@ -137,7 +139,8 @@ class PendingWrite:
     async def _find_at(self, contact: Contact) -> Sequence[Contact] | None:
         overlay = self._overlay
         query = DhtFindQuery(target=id_to_wire(self._record.key.dht_id))
-        reply = await overlay.ask(contact, FIND, DhtFindRequest(sender=overlay.sender, queries=[query]))
+        request = DhtFindRequest(sender=overlay.sender, queries=[query], known=self._known)
+        reply = await overlay.ask(contact, FIND, request)
         return (
             overlay.contacts_from_answer(reply.results[0].nearest)
             if reply is not None and len(reply.results) == 1

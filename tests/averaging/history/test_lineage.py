@@ -477,3 +477,17 @@ def test_a_state_from_before_a_round_over_the_state_cannot_be_brought_up_to_date
     assert history.is_repeatable(history.head)
     step([history], [A, B])
     assert not history.is_repeatable(before)
+
+
+def test_a_chain_says_how_many_contributed_now_and_some_epochs_ago() -> None:
+    grown = lineage()
+    assert grown.chain().contributors(2) == (0, 0)
+    for epoch, members in enumerate(([A], [A, B], [A, B, C], [A, B, C, D]), 1):
+        about = proposal(grown.head, grown.electors, members, epoch=epoch, register=grown.register)
+        grown.extend(certificate(about, members))
+    assert grown.chain().contributors(1) == (4, 3)
+    assert grown.chain().contributors(3) == (4, 1)
+    assert grown.chain().contributors(100) == (4, 1), "the first one that is known"
+    state = replace(upon(grown, [A, B]), kind=RoundKind.STATE, epoch=4)
+    grown.extend(certificate(state, [A, B]))
+    assert grown.chain().contributors(1) == (4, 3), "a round over the state is no epoch"

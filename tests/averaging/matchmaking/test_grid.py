@@ -10,7 +10,12 @@ from collections import Counter
 import pytest
 import torch
 
-from averaging.matchmaking.logic.cell_members import CELL_MEMBERS_MAX, PEERS_MAX, CellMembers
+from averaging.matchmaking.logic.cell_members import (
+    CELL_MEMBERS_MAX,
+    PEERS_MAX,
+    CellMembers,
+    is_over_by_word,
+)
 from averaging.matchmaking.logic.grid import (
     LOBBY,
     AveragingGrid,
@@ -237,6 +242,31 @@ def test_cell_members_follow_the_latest_turn_and_expire() -> None:
     assert members_at("a") == {names[2]}
     assert members_at("a", 61.0) == set()
     assert len(cell_members) == 1
+
+
+@pytest.mark.parametrize(
+    ("members", "strangers", "is_over"),
+    [
+        ("", "", False),
+        ("y", "", False),
+        ("yy", "", True),
+        ("yn", "", False),
+        ("yyn", "", True),
+        ("ynn", "", False),
+        ("", "y", False),
+        ("", "yy", True),
+        ("n", "yy", False),
+        ("y", "yy", False),
+        ("yy", "nnn", True),
+    ],
+)
+def test_a_round_is_over_by_the_word_of_two_hosts_and_strangers_count_among_themselves_only(
+    members: str, strangers: str, is_over: bool
+) -> None:
+    """Regression test: a single host was believed, any stranger that had made an identity for the cell."""
+    said = {PEERS[place]: word == "y" for place, word in enumerate(members + strangers)}
+    standing = PEERS[: len(members)]
+    assert is_over_by_word(said, lambda peer: peer in standing) is is_over
 
 
 def test_cell_members_are_limited() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,21 +34,34 @@ def report(head: bytes) -> ProgressReport:
     return ProgressReport(epoch=3, samples=0, rate=1.0, at_s=0.0, since_s=0.0, head=head)
 
 
-def closer(head: bytes, *, in_round: bool) -> EpochCloser:
+class Times:
+    """A clock that stands still, and the times at which the other peers were asked for their reports."""
+
+    def __init__(self) -> None:
+        self.now_s, self.probes_s = 100.0, list[float]()
+        self.clock = SimpleNamespace(monotonic_s=lambda: self.now_s)
+
+    def probe_soon(self) -> None:
+        self.probes_s.append(self.now_s)
+
+
+def closer(
+    head: bytes, *, in_round: bool = False, catch_up: Any = None, averager: Any = None, history: Any = None
+) -> EpochCloser:
     """Return what closes epochs while another peer reports this head."""
     others = {OTHER: report(head)}
     tracker = SimpleNamespace(
-        history=History(),
+        history=history or History(),
         others=lambda: others,
         others_at_head=lambda: {peer: one for peer, one in others.items() if one.head == HEAD},
         voters=list,
+        on_round=lambda peers: None,
     )
-    mode: Any = SimpleNamespace(state=SimpleNamespace(epoch=3), traits=SimpleNamespace())
-    catch_up: Any = SimpleNamespace(clock=SimpleNamespace(monotonic_s=lambda: 100.0))
-    averager: Any = SimpleNamespace(in_round=in_round)
-    donor: Any = None
+    mode: Any = SimpleNamespace(state=SimpleNamespace(epoch=3), traits=SimpleNamespace(canonical=True))
+    averager = averager or SimpleNamespace(in_round=in_round, in_state_round=False)
+    donor: Any = SimpleNamespace(changed=lambda: None)
     any_tracker: Any = tracker
-    return EpochCloser(mode, any_tracker, donor, averager, catch_up, load_timeout_s=60.0)
+    return EpochCloser(mode, any_tracker, donor, averager, catch_up or Times(), load_timeout_s=60.0)
 
 
 @pytest.mark.parametrize(
@@ -63,3 +77,49 @@ def test_a_search_is_over_when_the_others_have_continued_with_another_history(
     closing = closer(head, in_round=in_round)
     assert closing.is_obsolete() is is_over
     assert closing.is_left_alone() is (head != HEAD)
+
+
+def test_a_long_search_asks_the_others_for_their_reports_with_growing_pauses() -> None:
+    """Regression test: a peer that was killed right after its last report counted as present until that
+    report had expired, and the grace began then.
+    """
+    times: Any = Times()
+    closing = closer(HEAD, in_round=False, catch_up=times)
+    for tick in range(31):
+        times.now_s = 100.0 + tick
+        assert not closing.is_obsolete()
+    assert times.probes_s == [102.0, 106.0, 114.0, 130.0]
+    times.now_s = 200.0  # another search
+    assert not closing.is_obsolete()
+    times.now_s = 201.0
+    assert not closing.is_obsolete()
+    assert times.probes_s[-1] == 130.0
+
+
+def test_no_report_is_asked_for_during_a_round() -> None:
+    times: Any = Times()
+    closing = closer(HEAD, in_round=True, catch_up=times)
+    for tick in range(31):
+        times.now_s = 100.0 + tick
+        assert not closing.is_obsolete()
+    assert not times.probes_s
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "is_held"), [(1, 8, True), (1, 9, False), (16, 32, False), (17, 32, True)]
+)
+def test_no_state_is_averaged_where_most_of_a_large_group_have_just_loaded_it(
+    before: int, now: int, is_held: bool
+) -> None:
+    """The round over the state took 11 of 20 s of 33 peers on two cores, of which 32 had just come."""
+    held, result = list[int](), SimpleNamespace(failed=False, peers=(), left_out=())
+
+    def average_state(is_obsolete: Callable[[], bool]) -> Any:
+        held.append(now)
+        return SimpleNamespace(result=result)
+
+    averager = SimpleNamespace(state_sync_epochs=3, open_state=lambda: None, average_state=average_state)
+    history = SimpleNamespace(past=lambda: SimpleNamespace(contributors=lambda epochs: (now, before)))
+    closing = closer(HEAD, averager=averager, history=history)
+    assert (closing.average_state_if_due(alone=False) is not None) is is_held
+    assert bool(held) is is_held

@@ -304,12 +304,34 @@ def test_no_group_begins_that_needs_the_vote_of_an_elector_in_another_group() ->
     async def play() -> None:
         own, other = two_of_three(Peers())
         mine, theirs = (history.round(RoundKind.EPOCH, 2, "2") for history in (own, other))
-        assert await mine.may_begin([contact(1).peer_id]) == "", "the other one would vote for it"
+        first, second = contact(1).peer_id, contact(2).peer_id
+        assert await mine.may_begin([first], [first]) == "", "the other one would vote for it"
         mine.ended()
-        assert await theirs.may_begin([contact(1).peer_id, contact(2).peer_id]) == ""
-        assert await mine.may_begin([contact(1).peer_id])
+        assert await theirs.may_begin([first, second], [first, second]) == ""
+        assert await mine.may_begin([first], [first])
         theirs.ended()
-        assert await mine.may_begin([contact(1).peer_id]) == ""
+        assert await mine.may_begin([first], [first]) == ""
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("abstains", [False, True])
+def test_an_elector_that_contributes_nothing_counts_in_its_own_group_if_it_may_vote(
+    *, abstains: bool
+) -> None:
+    """Regression test: it was in a round, that of this group, and so it was taken for one that votes for no
+    group. The others waited for it until they continued with a break.
+    """
+
+    async def play() -> None:
+        own, other = two_of_three(Peers())
+        if abstains:  # it has restarted from a checkpoint
+            other.restore(Chain(head=HEAD, electors=own.root.electors, certificates=()))
+            other.restore(own.past())
+        mine, theirs = (history.round(RoundKind.EPOCH, 2, "2") for history in (own, other))
+        first, second = contact(1).peer_id, contact(2).peer_id
+        assert bool(await theirs.may_begin([first], [first, second])) is abstains
+        assert bool(await mine.may_begin([first], [first, second])) is abstains
 
     asyncio.run(play())
 
@@ -319,13 +341,15 @@ def test_a_group_that_did_not_begin_keeps_no_elector_from_voting(ends: str) -> N
     async def play() -> None:
         own, other = two_of_three(calls := Peers())
         del calls.histories[contact(2).peer_id]
-        attempt = asyncio.ensure_future(other.round(RoundKind.EPOCH, 2, "2").may_begin([contact(4).peer_id]))
+        attempt = asyncio.ensure_future(
+            other.round(RoundKind.EPOCH, 2, "2").may_begin([contact(4).peer_id], [])
+        )
         await asyncio.sleep(0.0)
         if ends == "cancelled":
             attempt.cancel()
         await asyncio.wait([attempt])
         calls.histories[contact(2).peer_id] = other
-        assert await own.round(RoundKind.EPOCH, 2, "2").may_begin([contact(1).peer_id]) == ""
+        assert await own.round(RoundKind.EPOCH, 2, "2").may_begin([contact(1).peer_id], []) == ""
 
     asyncio.run(play())
 
