@@ -464,6 +464,9 @@ class Node:
 
     def _own_sockets(self) -> NodeSockets:
         own = (self._listen_address,) if self._listen_address is not None else ()
+        bulk = self._server.bulk
+        if self._listen_address is not None and bulk is not None:
+            own = (*own, (self._listen_address[0], bulk.port))
         dialed = self.channels.endpoints | self._libp2p.dialed
         return NodeSockets((*own, *self._libp2p.listening), dialed)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError, UsageEr
 from swarm.core.identity import Identity
 from swarm.core.ids import Address, Contact, PeerId
 from swarm.core.presets import WAN
+from swarm.net.bulk_calls import BULK, BulkConnections
 from swarm.net.calls import (
     SHARED_REPLY_BYTES_MAX,
     SHARED_REQUEST_BYTES_MAX,
@@ -31,16 +33,15 @@ from swarm.net.calls import (
 from swarm.net.certificate import client_certificate
 from swarm.net.dial import Connection, Routes, dial
 from swarm.net.membership import ADMIT, RunMembership
-from swarm.net.outgoing import CallerStream, MapErrors, closed_locally, status_error
+from swarm.net.outgoing import CallerStream, call_separately, closed_locally, status_error
 from swarm.net.rpc import BULK_OPTIONS, Method, ReplyT, RequestT, Stream, StreamMethod
 from swarm.net.throttle import Bandwidth, Throttle
 from swarm.runtime.supervise import Supervisor
+from swarm.wire.peer_pb2 import BulkRequest
 
 _STREAMS_END_S_MAX = 0.2
 # The call of `reaches`. Without a request it is refused, after its caller was identified.
 _KNOCK = "/swarm.Node/Hello"
-
-
 # 150 kB each; a new one replaces the one unused for the longest time. Too small: peers are dialed repeatedly.
 CONNECTIONS_MAX = 512
 IDLE_S = 120.0  # an unused connection is closed after this time: the peers of a round meet again within it
@@ -108,6 +109,13 @@ class Channels:
         self._links: dict[tuple[PeerId, int], _Link] = {}
         self._pooled: dict[int, _PooledConnection] = {}  # connections by their id()
         self._last_working: dict[PeerId, Address] = {}  # the address that worked last
+        self._bulk = BulkConnections(
+            identity.peer_id,
+            self._throttle,
+            self._routes.dialed.append,
+            connections_max=limits.connections_max,
+            idle_s=limits.idle_s,
+        )
         self._closed = False
         self._streams = Supervisor()
 
@@ -141,7 +149,7 @@ class Channels:
                     contact.peer_id, pooled, method.name, raw, remaining_s, timeout_s
                 )
             else:
-                reply_raw = await _call_separately(
+                reply_raw = await call_separately(
                     contact.peer_id, pooled.connection, method.name, raw, remaining_s, timeout_s
                 )
         except NetworkError as error:
@@ -173,24 +181,33 @@ class Channels:
         cancels it.
 
         `timeout_s` limits the whole stream, connecting included (None: no limit). A `connection` above 0 uses
-        a TCP connection of its own.
+        a TCP connection of its own: a bulk connection, or that gRPC connection.
         """
-        loop = asyncio.get_running_loop()
+        loop, peer_id = asyncio.get_running_loop(), contact.peer_id
         deadline_s = None if timeout_s is None else loop.time() + timeout_s
-        link, pooled = await self._enter(contact, connection, timeout_s, method.name)
-        try:
+        if connection > 0 and self._bulk.is_possible(peer_id):
+            async with self._calling(contact, 0, timeout_s, method.name) as control:
+                ask = functools.partial(
+                    self.call, contact, BULK, BulkRequest(), timeout_s=self._dial_timeout_s
+                )
+                bulk = await self._bulk.begin(peer_id, control, method.name, ask, deadline_s)
+                if bulk is not None:
+                    try:
+                        yield self._throttle.stream(CallerStream(method, peer_id, control, bulk, timeout_s))
+                    except BaseException:
+                        bulk.cancel()
+                        raise
+                    finally:
+                        self._bulk.end(bulk)
+                    return
+        remaining_s = None if deadline_s is None else max(deadline_s - loop.time(), 0.001)
+        async with self._calling(contact, connection, remaining_s, method.name) as used:
             remaining_s = None if deadline_s is None else max(deadline_s - loop.time(), 0.001)
-            call = pooled.connection.channel.stream_stream(method.name)(timeout=remaining_s)
-            stream = CallerStream(method, contact.peer_id, pooled.connection, call, timeout_s)
+            call = used.channel.stream_stream(method.name)(timeout=remaining_s)
             try:
-                yield self._throttle.stream(stream)
+                yield self._throttle.stream(CallerStream(method, peer_id, used, call, timeout_s))
             finally:
-                stream.cancel()
-        except NetworkError as error:
-            self._failed(link, pooled, error)
-            raise
-        finally:
-            await self._leave(link, pooled)
+                call.cancel()
 
     async def reaches(self, contact: Contact, timeout_s: float) -> bool:
         """Return whether a new connection to these addresses, opened only for this test, reaches the peer. A
@@ -219,6 +236,7 @@ class Channels:
 
     async def forget(self, peer_id: PeerId) -> None:
         """Close every connection to this peer; its calls fail."""
+        self._bulk.forget(peer_id)
         for key in [key for key in self._links if key[0] == peer_id]:
             await self._close(self._links.pop(key))
 
@@ -236,6 +254,7 @@ class Channels:
     async def close(self) -> None:
         """Close everything; calls in progress fail, later ones raise UsageError."""
         self._closed = True
+        self._bulk.close()
         links = list(self._links.values())
         self._links.clear()
         for link in links:
@@ -244,6 +263,7 @@ class Channels:
 
     async def close_idle(self) -> None:
         """Close connections that were not used for `idle_s`. The node calls this periodically."""
+        self._bulk.close_idle()
         oldest_s = asyncio.get_running_loop().time() - self._idle_s
         for key, link in list(self._links.items()):
             if link.used_s < oldest_s and not link.lock.locked() and not self._busy(link):
@@ -255,12 +275,13 @@ class Channels:
         """Return every (IP, port) that is connected or may be connecting: a forked child recognises this
         node's sockets by them.
         """
-        return frozenset(self._routes.dialed).union(
-            *(pooled.connection.endpoints for pooled in self._pooled.values())
+        return self._bulk.endpoints.union(
+            self._routes.dialed,
+            *(pooled.connection.endpoints for pooled in self._pooled.values()),
         )
 
     def connection_to(self, peer_id: PeerId, number: int = 0) -> Connection | None:
-        """Return the connection to a peer of this number, for diagnosis; None when there is none."""
+        """Return the gRPC connection to a peer of this number, for diagnosis; None when there is none."""
         link = self._links.get((peer_id, number))
         return link.connection if link is not None else None
 
@@ -294,7 +315,7 @@ class Channels:
             raise closed_locally(peer_id, name) from None
         except SharedCallsUnavailable:
             pooled.takes_shared_calls = False
-            return await _call_separately(peer_id, pooled.connection, name, raw, remaining_s, timeout_s)
+            return await call_separately(peer_id, pooled.connection, name, raw, remaining_s, timeout_s)
         if code is not grpc.StatusCode.OK:
             raise status_error(peer_id, pooled.connection, name, code, details, timeout_s)
         return reply
@@ -316,6 +337,20 @@ class Channels:
         pooled = self._pooled[id(link.connection)]
         pooled.calls += 1
         return link, pooled
+
+    @contextlib.asynccontextmanager
+    async def _calling(
+        self, contact: Contact, number: int, timeout_s: float | None, method: str
+    ) -> AsyncIterator[Connection]:
+        """Use a connection for a stream."""
+        link, pooled = await self._enter(contact, number, timeout_s, method)
+        try:
+            yield pooled.connection
+        except NetworkError as error:
+            self._failed(link, pooled, error)
+            raise
+        finally:
+            await self._leave(link, pooled)
 
     def _failed(self, link: _Link, pooled: _PooledConnection, error: NetworkError) -> None:
         """Drop a connection that broke; keep one on which only a call was too slow."""
@@ -438,14 +473,6 @@ class Channels:
         await connection.channel.close()
 
 
-async def _call_separately(
-    peer_id: PeerId, connection: Connection, name: str, raw: bytes, remaining_s: float, timeout_s: float
-) -> bytes:
-    with MapErrors(peer_id, connection, name, timeout_s):
-        reply: bytes = await connection.channel.unary_unary(name)(raw, timeout=remaining_s)
-        return reply
-
-
 async def _admit(
     membership: RunMembership, peer_id: PeerId, connection: Connection, timeout_s: float
 ) -> None:
@@ -455,7 +482,7 @@ async def _admit(
     timeout_s = max(timeout_s, 0.001)
     try:
         raw = membership.request().SerializeToString()
-        reply_raw = await _call_separately(peer_id, connection, ADMIT.name, raw, timeout_s, timeout_s)
+        reply_raw = await call_separately(peer_id, connection, ADMIT.name, raw, timeout_s, timeout_s)
         try:
             reply = ADMIT.reply.FromString(reply_raw[: ADMIT.reply_bytes_max])
         except DecodeError:

@@ -11,6 +11,7 @@ from grpc import aio
 
 from swarm.core.errors import DeadlineExceeded, NetworkError, NotInvited, PeerError, SwarmError, UsageError
 from swarm.core.ids import PeerId
+from swarm.net.bulk_calls import BulkCall
 from swarm.net.dial import Connection, explain
 from swarm.net.rpc import END_OF_STREAM, StreamMethod, check_incoming, check_outgoing
 
@@ -25,13 +26,16 @@ class CallerStream:
         method: StreamMethod,
         peer_id: PeerId,
         connection: Connection,
-        call: aio.StreamStreamCall[Any, Any],
+        call: aio.StreamStreamCall[Any, Any] | BulkCall,
         timeout_s: float | None,
     ) -> None:
         self.peer_id = peer_id
         self._method = method
         self._connection = connection
-        self._call = call
+        self._call: Any = call
+        # Replaces `call.write` of gRPC, which hides the status that explains a failure behind "Internal error
+        # from Core".
+        self._send = call.write if isinstance(call, BulkCall) else call._cython_call.send_serialized_message
         self._timeout_s = timeout_s
         self._connected = False
         self._finished = False
@@ -73,9 +77,7 @@ class CallerStream:
                     f"peer {self.peer_id} finished {self._method.name} without taking all that was sent"
                 )
             try:
-                # Replaces `call.write`, which hides the status that explains a failure behind "Internal error
-                # from Core".
-                await self._call._cython_call.send_serialized_message(message)
+                await self._send(message)
             except aio.InternalError:
                 await self._raise_after_failed_write()
             except asyncio.CancelledError:
@@ -133,6 +135,15 @@ class MapErrors:
             task = asyncio.current_task()
             if task is None or not task.cancelling():
                 raise closed_locally(self._peer_id, self._name) from None
+
+
+async def call_separately(
+    peer_id: PeerId, connection: Connection, name: str, raw: bytes, remaining_s: float, timeout_s: float
+) -> bytes:
+    """Make a gRPC call of its own. Raises as `Channels.call` does."""
+    with MapErrors(peer_id, connection, name, timeout_s):
+        reply: bytes = await connection.channel.unary_unary(name)(raw, timeout=remaining_s)
+        return reply
 
 
 def closed_locally(peer_id: PeerId, name: str) -> NetworkError:

@@ -21,13 +21,14 @@ from google.protobuf.message import Message
 
 from swarm.core.errors import PeerError, UsageError
 from swarm.core.ids import Contact, PeerId
+from swarm.net.logic.sealing import BODY_BYTES_MAX
 
 RequestT = TypeVar("RequestT", bound=Message)
 ReplyT = TypeVar("ReplyT", bound=Message)
 
 # Limits of the transport; methods have their own, lower limits. Larger data travels on a stream, in messages.
 UNARY_BYTES_MAX = 2 << 20
-MESSAGE_BYTES_MAX = (4 << 20) + (64 << 10)  # size of a message on a stream
+MESSAGE_BYTES_MAX = BODY_BYTES_MAX  # size of a message on a stream
 # The caller finishes a stream with an empty message, to distinguish this from a broken connection.
 END_OF_STREAM = b""
 

@@ -14,28 +14,21 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 from grpc import aio
 
-from swarm.core.errors import NetworkError, NotInvited, PeerError, SwarmError, UsageError
+from swarm.core.errors import NotInvited, PeerError, SwarmError, UsageError
 from swarm.core.identity import Identity
 from swarm.core.ids import PeerId
 from swarm.core.standing import PeerStanding
+from swarm.net.bulk_server import CONNECTIONS_PER_PEER_MAX, BulkContext, BulkServer
 from swarm.net.callers import STRANGER_CALLS, CallsOf, OpenCalls, RemoteCaller, set_caller_host
 from swarm.net.calls import ANSWER_S_MAX, CALLS_NAME, SHARED_REPLY_BYTES_MAX, Outcome, ServedCalls
 from swarm.net.certificate import CallerCheck, courtesy_ca, server_certificate
 from swarm.net.connections import CONNECTIONS_MAX, Connections
+from swarm.net.incoming import Context, StreamCancelled, serve_stream
 from swarm.net.listening import why_no_listening
 from swarm.net.logic.stranger_budget import StrangerBudget
 from swarm.net.membership import RunMembership
 from swarm.net.room import AnswerRoom, PeerRoom, RequestReads
-from swarm.net.rpc import (
-    END_OF_STREAM,
-    SIZE_OPTIONS,
-    Handlers,
-    StreamHandler,
-    StreamMethod,
-    UnaryHandler,
-    check_incoming,
-    check_outgoing,
-)
+from swarm.net.rpc import SIZE_OPTIONS, Handlers, StreamHandler, UnaryHandler
 from swarm.net.scope import Surroundings, endpoint_of
 from swarm.net.throttle import Bandwidth, Throttle
 from swarm.runtime.sockets import Endpoint
@@ -79,6 +72,7 @@ class CallLimits:
 
     calls_max: int = 1024
     calls_per_peer_max: int = 256
+    bulk_per_peer_max: int = CONNECTIONS_PER_PEER_MAX  # bulk connections; 0: there is no bulk port
     # the connection of a caller that pings more often while idle is closed
     ping_interval_s_min: float = _PING_INTERVAL_S_MIN
 
@@ -113,7 +107,7 @@ class Server:
         self.reads = RequestReads(self.standing)
         # (peer, method) -> why this peer may not call this method here; empty if it may
         self.refusal = membership.refusal if membership is not None else _admit_all
-        self._calls_max = limits.calls_max
+        self._calls_max, self._bulk_per_peer_max = limits.calls_max, limits.bulk_per_peer_max
         self._options = (
             *_OPTIONS,
             *self.throttle.options,
@@ -130,6 +124,12 @@ class Server:
         self._port: int | None = None
         self._streams: set[ServedCalls] = set()
         self._server: aio.Server | None = None
+        self._bulk: BulkServer | None = None
+
+    @property
+    def bulk(self) -> BulkServer | None:
+        """Return the bulk port; None if there is none."""
+        return self._bulk
 
     @property
     def is_stopping(self) -> bool:
@@ -141,7 +141,8 @@ class Server:
         there.
         """
         server = aio.server(options=self._options, maximum_concurrent_rpcs=3 * self._calls_max)
-        server.add_generic_rpc_handlers((_Dispatch(self, handlers),))
+        dispatch = _Dispatch(self, handlers)
+        server.add_generic_rpc_handlers((dispatch,))
         leaf = server_certificate(identity)
         credentials = grpc.ssl_server_credentials(
             [(leaf.key_pem, leaf.certificate_pem)], root_certificates=courtesy_ca(), require_client_auth=True
@@ -155,6 +156,11 @@ class Server:
             raise UsageError(why_no_listening(host, port))
         await server.start()
         self._server, self._port = server, bound
+        if self._bulk_per_peer_max:
+            self._bulk = BulkServer(
+                identity.peer_id, self.standing, self.throttle, dispatch.serve_bulk, self._bulk_per_peer_max
+            )
+            self._bulk.start(host, bound, is_chosen=port > 0, handlers=handlers)
         return bound
 
     async def stop(self, grace_s: float) -> None:
@@ -162,6 +168,8 @@ class Server:
         server, self._server, self._port = self._server, None, None
         for stream in self._streams:
             stream.stop()
+        if self._bulk is not None:
+            await self._bulk.stop(grace_s)
         if server is not None:
             await server.stop(grace_s)
 
@@ -190,6 +198,9 @@ class Server:
         self._surroundings.on_called(peer_id, host)
         set_caller_host(host)
         return RemoteCaller(peer_id, self.connections.prefix_of(endpoint))
+
+
+_ServeCall = Callable[[Any, PeerId, Any], Awaitable[Outcome]]
 
 
 class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
@@ -244,7 +255,7 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
                 encoded = _encoded(handler, reply)
                 self._server.throttle.count(len(encoded), len(raw))
                 return grpc.StatusCode.OK, "", encoded
-            except (SwarmError, _Ended) as error:
+            except (SwarmError, StreamCancelled) as error:
                 return _failure(name, peer_id, error)
             except Exception:  # the boundary, as in `_outcome`
                 _logger.exception("%s, called by %s, failed", name, peer_id)
@@ -290,12 +301,12 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
             room.release(peer_id, reserved_bytes)
         return outcome
 
-    async def _serve_stream(
-        self, handler: StreamHandler, peer_id: PeerId, context: aio.ServicerContext[Any, Any]
-    ) -> Outcome:
+    async def _serve_stream(self, handler: StreamHandler, peer_id: PeerId, context: Context) -> Outcome:
         throttle = self._server.throttle
         return await self._outcome(
-            handler.method.name, peer_id, _serve(handler, peer_id, context, throttle, self._server.reads)
+            handler.method.name,
+            peer_id,
+            serve_stream(handler, peer_id, context, throttle, self._server.reads),
         )
 
     async def _identified(self, context: aio.ServicerContext[Any, Any]) -> RemoteCaller:
@@ -311,49 +322,68 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
         except _Busy:
             await _refuse(context, grpc.StatusCode.UNAVAILABLE, _TOO_MANY)
 
-    async def _guarded(
-        self,
-        handler: Any,
-        context: aio.ServicerContext[Any, Any],
-        serve: Callable[[Any, PeerId, aio.ServicerContext[Any, Any]], Awaitable[Outcome]],
-    ) -> None:
+    async def serve_bulk(self, caller: RemoteCaller, host: str, name: str, context: BulkContext) -> Outcome:
+        """Serve a stream on a bulk connection."""
+        set_caller_host(host)
+        handler = self._handlers.find(name)
+        if not isinstance(handler, StreamHandler):
+            return grpc.StatusCode.UNIMPLEMENTED, "", b""
+        return await self._limited(caller, handler, context, self._serve_stream)
+
+    async def _guarded(self, handler: Any, context: aio.ServicerContext[Any, Any], serve: _ServeCall) -> None:
         """Serve a separate call. No byte of a request is read before its caller is known."""
         caller = await self._identified(context)
-        not_invited = self._server.refusal(caller.peer_id, handler.method.name)
-        if not_invited:
-            await _refuse(context, _NOT_INVITED, not_invited)
-        calls, method = CallsOf(self._server.calls, caller), handler.method.name
-        refusal = calls.enter()
-        if refusal is not None:
-            if not calls.may_begin(method):  # a refusal costs as much as a call
-                self._server.connections.refuse(endpoint_of(context.peer()))
-            await _refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, refusal)
-        try:
-            await calls.wait_to_begin(method)
-            code, text, _ = await serve(handler, caller.peer_id, context)
-        finally:
-            calls.leave()
+        endpoint = endpoint_of(context.peer())
+        code, text, _ = await self._limited(caller, handler, context, serve, endpoint)
         if code is not grpc.StatusCode.OK:
             await _refuse(context, code, text)
+
+    async def _limited(
+        self,
+        caller: RemoteCaller,
+        handler: Any,
+        context: Any,
+        serve: _ServeCall,
+        endpoint: Endpoint | None = None,
+    ) -> Outcome:
+        """Serve a call whose caller may make it. `endpoint`: of its gRPC connection, which is closed if it
+        makes too many; a bulk connection ends with a refused stream.
+        """
+        method = handler.method.name
+        not_invited = self._server.refusal(caller.peer_id, method)
+        if not_invited:
+            return _NOT_INVITED, not_invited, b""
+        calls = CallsOf(self._server.calls, caller)
+        refusal = calls.enter()
+        if refusal is not None:
+            # a refusal costs as much as a call
+            if endpoint is not None and not calls.may_begin(method):
+                self._server.connections.refuse(endpoint)
+            return grpc.StatusCode.RESOURCE_EXHAUSTED, refusal, b""
+        try:
+            await calls.wait_to_begin(method)
+            return await serve(handler, caller.peer_id, context)
+        finally:
+            calls.leave()
 
     async def _outcome(self, name: str, peer_id: PeerId, work: Awaitable[bytes]) -> Outcome:
         """Return the outcome of a handler for its caller."""
         try:
             return grpc.StatusCode.OK, "", await work
-        except (SwarmError, _Ended) as error:
+        except (SwarmError, StreamCancelled) as error:
             return _failure(name, peer_id, error)
         except Exception:  # the boundary: any exception of a handler ends its call only
             _logger.exception("%s, called by %s, failed", name, peer_id)
             return _INTERNAL
 
 
-def _failure(name: str, peer_id: PeerId, error: SwarmError | _Ended) -> Outcome:
+def _failure(name: str, peer_id: PeerId, error: SwarmError | StreamCancelled) -> Outcome:
     """Return the outcome that the caller gets for an exception of its handler."""
     if isinstance(error, NotInvited):
         return _NOT_INVITED, _shortened(str(error)), b""
     if isinstance(error, (PeerError, UsageError)):
         return grpc.StatusCode.FAILED_PRECONDITION, _shortened(str(error) or type(error).__name__), b""
-    if isinstance(error, _Ended):
+    if isinstance(error, StreamCancelled):
         return grpc.StatusCode.CANCELLED, "the stream was ended by its handler", b""
     # A failure of the network: of this stream, or of a call that the handler made.
     _logger.debug("%s from %s: %s", name, peer_id.short, error)
@@ -362,70 +392,6 @@ def _failure(name: str, peer_id: PeerId, error: SwarmError | _Ended) -> Outcome:
 
 class _Busy(Exception):
     """The peer has too many streams of shared calls."""
-
-
-class _Ended(Exception):
-    """A handler cancelled its own stream."""
-
-
-class _HandlerStream:
-    """The handler's end of a stream."""
-
-    def __init__(
-        self,
-        method: StreamMethod,
-        peer_id: PeerId,
-        context: aio.ServicerContext[Any, Any],
-        reads: RequestReads,
-    ) -> None:
-        self.peer_id = peer_id
-        self._reads: RequestReads | None = reads  # limits the first message; None once it has arrived
-        self._method = method
-        self._context = context
-        self._task = asyncio.current_task()
-        self._finished = False
-        self.ended = False
-
-    async def send(self, message: bytes) -> None:
-        check_outgoing(self._method, message)
-        try:
-            await self._context.write(message)
-        except aio.BaseError as error:
-            raise NetworkError(f"the stream {self._method.name} from {self.peer_id} broke: {error}") from None
-
-    async def receive(self) -> bytes | None:
-        if self._finished:
-            return None
-        try:
-            message = await self._read()
-        except aio.BaseError as error:
-            raise NetworkError(f"the stream {self._method.name} from {self.peer_id} broke: {error}") from None
-        if message is aio.EOF:
-            raise NetworkError(f"the stream {self._method.name} from {self.peer_id} broke off before its end")
-        if message == END_OF_STREAM:
-            self._finished = True
-            return None
-        check_incoming(self._method, message)
-        return message  # type: ignore[no-any-return, unused-ignore]
-
-    async def _read(self) -> Any:
-        reads, self._reads = self._reads, None
-        if reads is None:
-            return await self._context.read()
-        try:
-            # the first message shows that the handler accepted its caller
-            async with reads.place(self.peer_id):
-                return await self._context.read()
-        except TimeoutError:
-            raise PeerError("the first message did not arrive in time") from None
-
-    async def finish(self) -> None:
-        return None
-
-    def cancel(self) -> None:
-        self.ended = True
-        if self._task is not None:
-            self._task.cancel()
 
 
 async def _answer(handler: UnaryHandler, peer_id: PeerId, raw: bytes, throttle: Throttle) -> bytes:
@@ -460,26 +426,6 @@ def _encoded(handler: UnaryHandler, message: Message) -> bytes:
             f"the reply has {len(reply)} bytes, more than {method.name} allows ({method.reply_bytes_max})"
         )
     return reply
-
-
-async def _serve(
-    handler: StreamHandler,
-    peer_id: PeerId,
-    context: aio.ServicerContext[Any, Any],
-    throttle: Throttle,
-    reads: RequestReads,
-) -> bytes:
-    stream = _HandlerStream(handler.method, peer_id, context, reads)
-    # grpcio sends metadata with the first message or with a refusal. If both are in progress at once it
-    # fails, and the caller waits until its deadline.
-    await context.send_initial_metadata(())
-    try:
-        await handler.function(throttle.stream(stream))
-        return b""
-    except asyncio.CancelledError:
-        if stream.ended:
-            raise _Ended from None
-        raise  # the caller has left, or the server stops
 
 
 async def _refuse(context: aio.ServicerContext[Any, Any], code: grpc.StatusCode, text: str) -> NoReturn:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15swarm/wire/peer.proto\x12\nswarm.wire\"-\n\x07\x43ontact\x12\x0f\n\x07peer_id\x18\x01 \x01(\x0c\x12\x11\n\taddresses\x18\x02 \x03(\t\"\x88\x01\n\x05Hello\x12$\n\x07\x63ontact\x18\x01 \x01(\x0b\x32\x13.swarm.wire.Contact\x12\r\n\x05\x61gent\x18\x02 \x01(\t\x12\x10\n\x08observed\x18\x03 \x01(\t\x12\x12\n\nrelay_port\x18\x04 \x01(\r\x12$\n\x07relayed\x18\x05 \x01(\x0b\x32\x13.swarm.wire.Relayed\"Y\n\x07Relayed\x12\x14\n\x0creservations\x18\x01 \x01(\r\x12\x10\n\x08\x63ircuits\x18\x02 \x01(\r\x12\x15\n\rcarried_bytes\x18\x03 \x01(\x04\x12\x0f\n\x07refused\x18\x04 \x01(\x04\".\n\x0f\x44ialBackRequest\x12\x0c\n\x04port\x18\x01 \x01(\r\x12\r\n\x05relay\x18\x02 \x01(\x08\"2\n\rDialBackReply\x12\x0f\n\x07reached\x18\x01 \x01(\x08\x12\x10\n\x08observed\x18\x02 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15swarm/wire/peer.proto\x12\nswarm.wire\"-\n\x07\x43ontact\x12\x0f\n\x07peer_id\x18\x01 \x01(\x0c\x12\x11\n\taddresses\x18\x02 \x03(\t\"\x88\x01\n\x05Hello\x12$\n\x07\x63ontact\x18\x01 \x01(\x0b\x32\x13.swarm.wire.Contact\x12\r\n\x05\x61gent\x18\x02 \x01(\t\x12\x10\n\x08observed\x18\x03 \x01(\t\x12\x12\n\nrelay_port\x18\x04 \x01(\r\x12$\n\x07relayed\x18\x05 \x01(\x0b\x32\x13.swarm.wire.Relayed\"Y\n\x07Relayed\x12\x14\n\x0creservations\x18\x01 \x01(\r\x12\x10\n\x08\x63ircuits\x18\x02 \x01(\r\x12\x15\n\rcarried_bytes\x18\x03 \x01(\x04\x12\x0f\n\x07refused\x18\x04 \x01(\x04\".\n\x0f\x44ialBackRequest\x12\x0c\n\x04port\x18\x01 \x01(\r\x12\r\n\x05relay\x18\x02 \x01(\x08\"2\n\rDialBackReply\x12\x0f\n\x07reached\x18\x01 \x01(\x08\x12\x10\n\x08observed\x18\x02 \x01(\t\"\r\n\x0b\x42ulkRequest\"<\n\tBulkReply\x12\x0c\n\x04port\x18\x01 \x01(\r\x12\x11\n\tgrpc_port\x18\x02 \x01(\r\x12\x0e\n\x06secret\x18\x03 \x01(\x0c\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,4 +41,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DIALBACKREQUEST']._serialized_end=360
   _globals['_DIALBACKREPLY']._serialized_start=362
   _globals['_DIALBACKREPLY']._serialized_end=412
+  _globals['_BULKREQUEST']._serialized_start=414
+  _globals['_BULKREQUEST']._serialized_end=427
+  _globals['_BULKREPLY']._serialized_start=429
+  _globals['_BULKREPLY']._serialized_end=489
 # @@protoc_insertion_point(module_scope)

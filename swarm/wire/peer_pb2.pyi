@@ -55,3 +55,17 @@ class DialBackReply(_message.Message):
     reached: bool
     observed: str
     def __init__(self, reached: _Optional[bool] = ..., observed: _Optional[str] = ...) -> None: ...
+
+class BulkRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class BulkReply(_message.Message):
+    __slots__ = ("port", "grpc_port", "secret")
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    GRPC_PORT_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
+    port: int
+    grpc_port: int
+    secret: bytes
+    def __init__(self, port: _Optional[int] = ..., grpc_port: _Optional[int] = ..., secret: _Optional[bytes] = ...) -> None: ...

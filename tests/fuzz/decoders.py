@@ -56,6 +56,7 @@ from swarm.run.recovery import recover
 from swarm.run.signed import sign, verified
 from swarm.run.specification import RunSpecification
 from tests.averaging.history.peers import PEERS, RUN, SIGNERS, certificate, identity, proposal
+from tests.fuzz.bulk_port import FRAMES, STATUSES, read_frame, read_status
 from tests.fuzz.making import PEER, Maker
 from tests.fuzz.messages import CAPABILITIES, INVITES
 
@@ -346,6 +347,8 @@ def all_decoders() -> list[Decoder]:
         Decoder("frame", unpack, [b"\x04\x00\x00\x00\x0a\x02\x0a\x00payload"]),
         Decoder("places", lambda raw: decode_places(raw, 9), [b"\xff\x01"]),
         Decoder("clipped places", lambda raw: check_clipped(raw, b"\xff\x01", 9), [b"\xff\x01"]),
+        Decoder("frame of the bulk path", read_frame, FRAMES),
+        Decoder("status of a bulk stream", read_status, STATUSES),
         Decoder("schema of an expert", ExpertSchema.unpack, [schema.packed, sequences.packed]),
         *_name_decoders(),
         *_libp2p_decoders(),

@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Callable, Iterator
 
 from swarm.core.errors import SwarmError
+from tests.fuzz.bulk_port import attack_port
 from tests.fuzz.decoders import all_decoders, run_decoder
 from tests.fuzz.files import FILES, FileCase
 from tests.fuzz.making import Maker
@@ -42,6 +43,7 @@ def targets() -> Iterator[tuple[str, Case]]:
         yield name, lambda maker, read=read: _read(read, maker)
     for decoder in all_decoders():
         yield decoder.name, lambda maker, decoder=decoder: run_decoder(decoder, maker)
+    yield "bulk port", attack_port
 
 
 def _read(read: FileCase, maker: Maker) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 
 import pytest
@@ -33,8 +33,12 @@ class Line:
     server: Server
     contact: Contact
     caller: Identity
+    number: int  # of the connection that streams use
     seen: list[object] = field(default_factory=list)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def open(self, method: StreamMethod, timeout_s: float) -> AbstractAsyncContextManager[Stream]:
+        return self.channels.open_stream(self.contact, method, timeout_s=timeout_s, connection=self.number)
 
     def serve(self, handler: Callable[[Stream], Awaitable[None]], method: StreamMethod = TALK) -> None:
         async def watched(stream: Stream) -> None:
@@ -50,14 +54,29 @@ class Line:
         self.handlers.stream(method, watched)
 
 
+@pytest.fixture(params=[0, 1], ids=["grpc", "bulk"])
+def number(request: pytest.FixtureRequest) -> int:
+    """Return the number of a connection: streams on connection 0 are gRPC's, those on others bulk streams."""
+    value: int = request.param
+    return value
+
+
 @asynccontextmanager
-async def line(limits: ConnectionLimits | None = None) -> AsyncIterator[Line]:
-    identity, caller, handlers, server = Identity.generate(), Identity.generate(), Handlers(), Server()
+async def line(
+    number: int, limits: ConnectionLimits | None = None, calls: CallLimits | None = None
+) -> AsyncIterator[Line]:
+    identity, caller, handlers = Identity.generate(), Identity.generate(), Handlers()
+    server = Server(limits=calls)
     port = await server.start(identity, handlers, "127.0.0.1", 0)
     channels = Channels(caller, limits=limits or ConnectionLimits())
     try:
         yield Line(
-            channels, handlers, server, Contact(identity.peer_id, (Address("127.0.0.1", port),)), caller
+            channels,
+            handlers,
+            server,
+            Contact(identity.peer_id, (Address("127.0.0.1", port),)),
+            caller,
+            number,
         )
     finally:
         await channels.close()
@@ -83,19 +102,17 @@ async def echo(stream: Stream) -> None:
         await stream.send(message)
 
 
-def test_messages_travel_in_both_directions_until_both_ends_finish() -> None:
+def test_messages_travel_in_both_directions_until_both_ends_finish(number: int) -> None:
     async def scenario() -> None:
-        async with line() as one:
+        async with line(number) as one:
             one.serve(echo)
-            async with one.channels.open_stream(one.contact, TALK, timeout_s=10) as stream:
+            async with one.open(TALK, timeout_s=10) as stream:
                 assert stream.peer_id == one.contact.peer_id
-                for number in range(100):
-                    await stream.send(b"%d" % number)
+                for nth in range(100):
+                    await stream.send(b"%d" % nth)
                 await stream.finish()
                 await stream.finish()
-                assert [await stream.receive() for _ in range(100)] == [
-                    b"%d" % number for number in range(100)
-                ]
+                assert [await stream.receive() for _ in range(100)] == [b"%d" % nth for nth in range(100)]
                 assert await stream.receive() is None
                 assert await stream.receive() is None
                 with pytest.raises(UsageError, match="finished"):
@@ -105,9 +122,9 @@ def test_messages_travel_in_both_directions_until_both_ends_finish() -> None:
     run(scenario)
 
 
-def test_the_handler_knows_its_caller_and_may_send_first_and_last() -> None:
+def test_the_handler_knows_its_caller_and_may_send_first_and_last(number: int) -> None:
     async def scenario() -> None:
-        async with line() as one:
+        async with line(number) as one:
 
             async def handler(stream: Stream) -> None:
                 assert stream.peer_id == one.caller.peer_id
@@ -119,7 +136,7 @@ def test_the_handler_knows_its_caller_and_may_send_first_and_last() -> None:
                 await stream.send(b"last")
 
             one.serve(handler)
-            async with one.channels.open_stream(one.contact, TALK, timeout_s=10) as stream:
+            async with one.open(TALK, timeout_s=10) as stream:
                 assert await stream.receive() == b"first"
                 await stream.send(b"answer")
                 await stream.finish()
@@ -129,43 +146,43 @@ def test_the_handler_knows_its_caller_and_may_send_first_and_last() -> None:
     run(scenario)
 
 
-def test_a_refusal_reaches_a_sending_and_a_receiving_caller() -> None:
+def test_a_refusal_reaches_a_sending_and_a_receiving_caller(number: int) -> None:
     async def scenario() -> None:
-        async with line() as one:
+        async with line(number) as one:
 
             async def refuse(stream: Stream) -> None:
                 await stream.receive()
                 raise PeerError("not of this group")
 
             one.serve(refuse)
-            async with one.channels.open_stream(one.contact, TALK, timeout_s=10) as stream:
+            async with one.open(TALK, timeout_s=10) as stream:
                 await stream.send(b"x")
                 with pytest.raises(
                     PeerError, match=f"{one.contact.peer_id} refused {TALK.name}: not of this group"
                 ):
                     await stream.receive()
-            async with one.channels.open_stream(one.contact, TALK, timeout_s=10) as stream:
+            async with one.open(TALK, timeout_s=10) as stream:
                 with pytest.raises(PeerError, match="not of this group"):
                     await push(stream)
 
     run(scenario)
 
 
-def test_a_stream_without_a_handler_is_refused() -> None:
+def test_a_stream_without_a_handler_is_refused(number: int) -> None:
     async def scenario() -> None:
-        async with line() as one, one.channels.open_stream(one.contact, TALK, timeout_s=10) as stream:
+        async with line(number) as one, one.open(TALK, timeout_s=10) as stream:
             with pytest.raises(PeerError, match="does not serve"):
                 await stream.receive()
 
     run(scenario)
 
 
-def test_size_limits_hold_at_both_ends() -> None:
+def test_size_limits_hold_at_both_ends(number: int) -> None:
     async def scenario() -> None:
         loose = StreamMethod(name=TALK.name)
-        async with line() as one:
+        async with line(number) as one:
             one.serve(echo)
-            async with one.channels.open_stream(one.contact, TALK, timeout_s=10) as stream:
+            async with one.open(TALK, timeout_s=10) as stream:
                 for wrong in (b"", bytes((1 << 20) + 1)):
                     with pytest.raises(UsageError, match="message"):
                         await stream.send(wrong)
@@ -173,7 +190,7 @@ def test_size_limits_hold_at_both_ends() -> None:
                 message = await stream.receive()
                 assert message is not None
                 assert len(message) == 1 << 20
-            async with one.channels.open_stream(one.contact, loose, timeout_s=10) as stream:
+            async with one.open(loose, timeout_s=10) as stream:
                 await stream.send(bytes((1 << 20) + 1))
                 with pytest.raises(PeerError, match="messages of 1 to 1048576 bytes; this one has 1048577"):
                     await stream.receive()
@@ -183,16 +200,16 @@ def test_size_limits_hold_at_both_ends() -> None:
                 await stream.send(bytes((1 << 20) + 1))
 
             one.handlers.stream(loose, too_much)
-            async with one.channels.open_stream(one.contact, TALK, timeout_s=10) as stream:
+            async with one.open(TALK, timeout_s=10) as stream:
                 with pytest.raises(PeerError, match="this one has 1048577"):
                     await stream.receive()
 
     run(scenario)
 
 
-def test_a_caller_that_breaks_off_is_not_mistaken_for_finished() -> None:
+def test_a_caller_that_breaks_off_is_not_mistaken_for_finished(number: int) -> None:
     async def scenario() -> None:
-        async with line() as one:
+        async with line(number) as one:
             first = asyncio.Event()
 
             async def handler(stream: Stream) -> None:
@@ -201,7 +218,7 @@ def test_a_caller_that_breaks_off_is_not_mistaken_for_finished() -> None:
                 await stream.receive()
 
             one.serve(handler)
-            async with one.channels.open_stream(one.contact, TALK, timeout_s=10) as stream:
+            async with one.open(TALK, timeout_s=10) as stream:
                 await stream.send(b"x")
                 await first.wait()
             await one.ended.wait()
@@ -210,9 +227,9 @@ def test_a_caller_that_breaks_off_is_not_mistaken_for_finished() -> None:
     run(scenario)
 
 
-def test_a_handler_that_cancels_its_stream_is_a_network_error_for_the_caller() -> None:
+def test_a_handler_that_cancels_its_stream_is_a_network_error_for_the_caller(number: int) -> None:
     async def scenario() -> None:
-        async with line() as one:
+        async with line(number) as one:
 
             async def handler(stream: Stream) -> None:
                 await stream.send(b"x")
@@ -220,7 +237,7 @@ def test_a_handler_that_cancels_its_stream_is_a_network_error_for_the_caller() -
                 await asyncio.Event().wait()
 
             one.serve(handler)
-            async with one.channels.open_stream(one.contact, TALK, timeout_s=10) as stream:
+            async with one.open(TALK, timeout_s=10) as stream:
                 assert await stream.receive() == b"x"
                 with pytest.raises(NetworkError, match="broke off"):
                     await stream.receive()
@@ -228,31 +245,31 @@ def test_a_handler_that_cancels_its_stream_is_a_network_error_for_the_caller() -
     run(scenario)
 
 
-def test_a_sender_notices_a_handler_that_returns_early() -> None:
+def test_a_sender_notices_a_handler_that_returns_early(number: int) -> None:
     async def scenario() -> None:
-        async with line() as one:
+        async with line(number) as one:
 
             async def handler(stream: Stream) -> None:
                 await stream.receive()
 
             one.serve(handler)
-            async with one.channels.open_stream(one.contact, TALK, timeout_s=10) as stream:
+            async with one.open(TALK, timeout_s=10) as stream:
                 with pytest.raises(NetworkError, match="without taking all that was sent"):
                     await push(stream)
 
     run(scenario)
 
 
-def test_a_server_that_dies_ends_the_stream() -> None:
+def test_a_server_that_dies_ends_the_stream(number: int) -> None:
     async def scenario() -> None:
-        async with line() as one:
+        async with line(number) as one:
 
             async def handler(stream: Stream) -> None:
                 await stream.send(b"x")
                 await asyncio.Event().wait()
 
             one.serve(handler)
-            async with one.channels.open_stream(one.contact, TALK, timeout_s=10, connection=2) as stream:
+            async with one.open(TALK, timeout_s=10) as stream:
                 assert await stream.receive() == b"x"
                 await one.server.stop(0)
                 with pytest.raises(NetworkError):
@@ -261,11 +278,11 @@ def test_a_server_that_dies_ends_the_stream() -> None:
     run(scenario)
 
 
-def test_a_stream_fails_at_its_deadline_although_a_message_arrived() -> None:
+def test_a_stream_fails_at_its_deadline_although_a_message_arrived(number: int) -> None:
     async def scenario() -> None:
-        async with line() as one:
+        async with line(number) as one:
             one.serve(echo)
-            async with one.channels.open_stream(one.contact, TALK, timeout_s=0.3) as stream:
+            async with one.open(TALK, timeout_s=0.3) as stream:
                 await stream.send(b"x")
                 assert await stream.receive() == b"x"
                 with pytest.raises(DeadlineExceeded, match=r"within 0\.3 s"):
@@ -274,9 +291,9 @@ def test_a_stream_fails_at_its_deadline_although_a_message_arrived() -> None:
     run(scenario)
 
 
-def test_a_sender_waits_for_a_slow_reader() -> None:
+def test_a_sender_waits_for_a_slow_reader(number: int) -> None:
     async def scenario() -> None:
-        async with line() as one:
+        async with line(number) as one:
             go = asyncio.Event()
             count = 64
 
@@ -289,7 +306,7 @@ def test_a_sender_waits_for_a_slow_reader() -> None:
 
             one.serve(slow)
             sent = 0
-            async with one.channels.open_stream(one.contact, TALK, timeout_s=20) as stream:
+            async with one.open(TALK, timeout_s=20) as stream:
 
                 async def push() -> None:
                     nonlocal sent
@@ -311,9 +328,9 @@ def test_a_sender_waits_for_a_slow_reader() -> None:
     run(scenario)
 
 
-def test_each_number_has_its_own_connection() -> None:
+def test_each_number_has_its_own_grpc_connection_to_a_peer_without_a_bulk_port() -> None:
     async def scenario() -> None:
-        async with line() as one:
+        async with line(0, calls=CallLimits(bulk_per_peer_max=0)) as one:
             one.serve(echo)
             payload = os.urandom(1 << 20)
 
@@ -381,9 +398,9 @@ def test_idle_stream_lives_beside_the_closing_of_unused_connections(idle_s: floa
     """With the settings of a node; the pool of connections closes those that are not used for two minutes."""
 
     async def scenario() -> None:
-        async with line(ConnectionLimits(idle_s=min(IDLE_S, idle_s / 2))) as one:
+        async with line(0, ConnectionLimits(idle_s=min(IDLE_S, idle_s / 2))) as one:
             one.serve(echo)
-            async with one.channels.open_stream(one.contact, TALK, timeout_s=idle_s + 20.0) as stream:
+            async with one.open(TALK, timeout_s=idle_s + 20.0) as stream:
                 await stream.send(b"before")
                 assert await stream.receive() == b"before"
                 end_s = asyncio.get_running_loop().time() + idle_s
@@ -399,7 +416,7 @@ def test_idle_stream_lives_beside_the_closing_of_unused_connections(idle_s: floa
 
 
 def test_a_refusal_while_the_first_message_is_on_its_way_ends_the_call(
-    caplog: pytest.LogCaptureFixture,
+    number: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Regression test, found by `make fuzz`: the server's library cannot send a status at that moment."""
     tasks: list[asyncio.Task[None]] = []
@@ -410,9 +427,9 @@ def test_a_refusal_while_the_first_message_is_on_its_way_ends_the_call(
         raise PeerError("enough")
 
     async def scenario() -> None:
-        async with line() as one:
+        async with line(number) as one:
             one.serve(refuse)
-            async with one.channels.open_stream(one.contact, TALK, timeout_s=20.0) as stream:
+            async with one.open(TALK, timeout_s=20.0) as stream:
                 with pytest.raises(PeerError, match="enough"):
                     await read_all(stream)
             await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,132 @@
+"""Frames of the bulk path: each one is encrypted and authenticated, and is valid at one place of one stream.
+
+A frame is a header (kind, and size of what follows), the body encrypted with AES-128-GCM, and the tag of 16
+bytes. The header is authenticated with the body. Each direction of each stream has a key of its own, derived
+from the secret of the connection (HMAC-SHA-256), and the number of the frame is its nonce, as in TLS 1.3. A
+frame that was altered, repeated, left out, reordered, reflected, or taken from another stream or connection
+therefore does not open.
+"""
+
+from __future__ import annotations
+
+import hmac
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from swarm.core.ids import PeerId
+
+BODY_BYTES_MAX = (4 << 20) + (64 << 10)
+SECRET_BYTES, TOKEN_BYTES = 32, 16
+TAG_BYTES = 16
+_HEADER = struct.Struct("<II")
+HEADER_BYTES = _HEADER.size
+FRAME_BYTES_MAX = HEADER_BYTES + BODY_BYTES_MAX + TAG_BYTES
+_KEY_BYTES, _IV_BYTES = 16, 12
+FRAMES_MAX = 1 << 32  # with one key
+_CONTEXT = b"swarm bulk 1\0"
+
+
+class FrameKind(IntEnum):
+    """The meaning of a frame."""
+
+    PROOF = 1  # stream 0: the sender has the secret
+    OPEN = 2  # from the caller: begins a stream; the body is the name of the method
+    DATA = 3  # a message; an empty one says that the caller sends no more
+    END = 4  # the last frame of a stream; from the callee: status and reason
+
+
+_KINDS = frozenset(int(kind) for kind in FrameKind)
+
+
+class FrameError(Exception):
+    """A frame does not belong here; the text says why, without the peer."""
+
+
+class FrameKey:
+    """The key of one direction of one stream, at one end. Frames are sealed or opened in order."""
+
+    __slots__ = ("_cipher", "_count", "_iv")
+
+    def __init__(self, key: bytes, iv: bytes) -> None:
+        self._cipher = AESGCM(key)
+        self._iv = int.from_bytes(iv)
+        self._count = 0
+
+    def _nonce(self) -> bytes:
+        if self._count >= FRAMES_MAX:
+            raise FrameError("too many frames for one stream")
+        nonce = (self._iv ^ self._count).to_bytes(_IV_BYTES)
+        self._count += 1
+        return nonce
+
+    def seal(self, kind: FrameKind, body: bytes, buffer: bytearray) -> memoryview:
+        """Write the next frame to the buffer, and return a view of it. The body has at most `BODY_BYTES_MAX`
+        bytes, and the buffer has room for `frame_bytes(len(body))`.
+        """
+        size = len(body) + TAG_BYTES
+        header = _HEADER.pack(kind, size)
+        frame = memoryview(buffer)[: HEADER_BYTES + size]
+        frame[:HEADER_BYTES] = header
+        self._cipher.encrypt_into(self._nonce(), body, header, frame[HEADER_BYTES:])
+        return frame
+
+    def open(self, header: bytes, sealed: memoryview) -> tuple[FrameKind, bytes]:
+        """Return kind and body of the next frame. Raises FrameError when it is not the one that the other
+        end sealed next.
+        """
+        try:
+            body = self._cipher.decrypt(self._nonce(), sealed, header)
+        except InvalidTag:
+            raise FrameError("a frame was altered, repeated or left out on the way") from None
+        return FrameKind(_HEADER.unpack(header)[0]), body
+
+
+@dataclass(frozen=True, slots=True)
+class BulkSecret:
+    """The secret of one connection, known only to the two peers."""
+
+    secret: bytes
+    caller: PeerId
+    callee: PeerId
+
+    @property
+    def token(self) -> bytes:
+        """Return the token with which the connection begins. It is derived, so that a hostile callee cannot
+        choose bytes that its caller sends to some port.
+        """
+        return hmac.digest(self.secret, _CONTEXT + b"token", "sha256")[:TOKEN_BYTES]
+
+    def key(self, stream: int, *, from_caller: bool) -> FrameKey:
+        """Return a new key for the frames of one direction of one stream. It must be made only once at each
+        end, because its frames are counted from 0.
+        """
+        parts = (
+            _CONTEXT,
+            b"\1" if from_caller else b"\0",
+            stream.to_bytes(8),
+            self.caller.public_key,
+            self.callee.public_key,
+        )
+        derived = hmac.digest(self.secret, b"".join(parts), "sha256")
+        return FrameKey(derived[:_KEY_BYTES], derived[_KEY_BYTES : _KEY_BYTES + _IV_BYTES])
+
+
+def frame_bytes(body_bytes: int) -> int:
+    """Return the size of a frame with a body of this size."""
+    return HEADER_BYTES + body_bytes + TAG_BYTES
+
+
+def sealed_bytes(header: bytes | bytearray) -> int:
+    """Return the number of bytes that follow this header. Raises FrameError when the header is wrong: it is
+    read before it can be authenticated, so that its size must be limited.
+    """
+    kind: int
+    size: int
+    kind, size = _HEADER.unpack(header)
+    if kind not in _KINDS or not TAG_BYTES <= size <= BODY_BYTES_MAX + TAG_BYTES:
+        raise FrameError("it sent something that is no frame")
+    return size

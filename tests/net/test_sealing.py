@@ -1,0 +1,133 @@
+"""Tests of the frames of the bulk path: a frame opens at its own place only."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from swarm.core.identity import Identity
+from swarm.net.logic import sealing
+from swarm.net.logic.sealing import (
+    BODY_BYTES_MAX,
+    HEADER_BYTES,
+    TAG_BYTES,
+    TOKEN_BYTES,
+    BulkSecret,
+    FrameError,
+    FrameKey,
+    FrameKind,
+    frame_bytes,
+    sealed_bytes,
+)
+
+CALLER, CALLEE, THIRD = (Identity.generate().peer_id for _ in range(3))
+SECRET = BulkSecret(bytes(range(32)), CALLER, CALLEE)
+
+
+def seal(key: FrameKey, body: bytes, kind: FrameKind = FrameKind.DATA) -> bytes:
+    return bytes(key.seal(kind, body, bytearray(frame_bytes(len(body)))))
+
+
+def read(key: FrameKey, frame: bytes) -> tuple[FrameKind, bytes]:
+    assert sealed_bytes(frame[:HEADER_BYTES]) == len(frame) - HEADER_BYTES
+    return key.open(frame[:HEADER_BYTES], memoryview(frame)[HEADER_BYTES:])
+
+
+def read_as_far_as_it_goes(key: FrameKey, frame: bytes) -> None:
+    """Open a frame whose header may announce another size: its reader would take bytes of the next one."""
+    size = sealed_bytes(frame[:HEADER_BYTES])
+    key.open(frame[:HEADER_BYTES], memoryview(frame)[HEADER_BYTES:][:size])
+
+
+def test_frames_open_in_order_at_the_other_end() -> None:
+    out, into = SECRET.key(1, from_caller=True), SECRET.key(1, from_caller=True)
+    for kind, body in ((FrameKind.OPEN, b"/swarm.Test/Talk"), (FrameKind.DATA, b""), (FrameKind.END, b"x")):
+        assert read(into, seal(out, body, kind)) == (kind, body)
+
+
+def test_buffer_may_be_larger_than_the_frame() -> None:
+    buffer = bytearray(b"\xff" * 1000)
+    frame = bytes(SECRET.key(1, from_caller=True).seal(FrameKind.DATA, b"body", buffer))
+    assert len(frame) == HEADER_BYTES + 4 + TAG_BYTES
+    assert read(SECRET.key(1, from_caller=True), frame) == (FrameKind.DATA, b"body")
+
+
+def test_no_bit_of_a_frame_can_be_changed() -> None:
+    frame = seal(SECRET.key(1, from_caller=True), b"some values")
+    for place, bit in itertools.product(range(len(frame)), range(8)):
+        altered = bytearray(frame)
+        altered[place] ^= 1 << bit
+        key = SECRET.key(1, from_caller=True)
+        with pytest.raises(FrameError):
+            read_as_far_as_it_goes(key, bytes(altered))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        SECRET.key(1, from_caller=False),
+        SECRET.key(2, from_caller=True),
+        SECRET.key(0, from_caller=True),
+        BulkSecret(bytes(32), CALLER, CALLEE).key(1, from_caller=True),
+        BulkSecret(SECRET.secret, THIRD, CALLEE).key(1, from_caller=True),
+        BulkSecret(SECRET.secret, CALLER, THIRD).key(1, from_caller=True),
+        BulkSecret(SECRET.secret, CALLEE, CALLER).key(1, from_caller=False),
+    ],
+    ids=["reflected", "later stream", "earlier stream", "connection", "caller", "callee", "roles exchanged"],
+)
+def test_frame_of_another_direction_stream_or_connection_does_not_open(other: FrameKey) -> None:
+    frame = seal(SECRET.key(1, from_caller=True), b"values")
+    with pytest.raises(FrameError, match="altered"):
+        read(other, frame)
+
+
+@pytest.mark.parametrize("order", [(0, 0), (1,), (0, 2), (0, 1, 0)])
+def test_repeated_skipped_and_reordered_frames_do_not_open(order: tuple[int, ...]) -> None:
+    out = SECRET.key(1, from_caller=True)
+    frames = [seal(out, b"%d" % nth) for nth in range(3)]
+    into = SECRET.key(1, from_caller=True)
+    for nth in order[:-1]:
+        read(into, frames[nth])
+    with pytest.raises(FrameError):
+        read(into, frames[order[-1]])
+
+
+def test_equal_messages_are_never_sealed_equally() -> None:
+    keys = [
+        SECRET.key(stream, from_caller=from_caller) for stream in range(3) for from_caller in (True, False)
+    ]
+    sealed = [seal(key, b"the same") for key in keys for _ in range(3)]
+    assert len(set(sealed)) == len(sealed)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"\0\0\0\0\x20\0\0\0",
+        b"\5\0\0\0\x20\0\0\0",
+        b"\3\0\0\0\x0f\0\0\0",
+        b"\3\0\0\0" + (BODY_BYTES_MAX + TAG_BYTES + 1).to_bytes(4, "little"),
+        b"PRI * HT",
+        b"\x16\x03\x01\x02\0\x01\0\x01",
+    ],
+)
+def test_impossible_header_is_refused_before_anything_is_read(header: bytes) -> None:
+    with pytest.raises(FrameError, match="no frame"):
+        sealed_bytes(header)
+
+
+def test_key_ends_before_its_nonces_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sealing, "FRAMES_MAX", 2)
+    key = SECRET.key(1, from_caller=True)
+    seal(key, b"one")
+    seal(key, b"two")
+    with pytest.raises(FrameError, match="too many"):
+        seal(key, b"one more")
+
+
+def test_token_tells_nothing_and_cannot_be_chosen() -> None:
+    assert len(SECRET.token) == TOKEN_BYTES
+    assert SECRET.token == BulkSecret(SECRET.secret, CALLER, CALLEE).token
+    assert SECRET.token not in SECRET.secret
+    assert BulkSecret(bytes(32), CALLER, CALLEE).token != SECRET.token
