@@ -108,11 +108,11 @@ LIMITED_BY: dict[str, str] = {
     "membership-4-own-processor": _MEMBERSHIP,
     "membership-4-processor": _MEMBERSHIP + " The difference of two runs does not resolve a hundredth.",
     "reach-training-relayed": (
-        "by timestamps: a round over gradients (2.2 MB through the relay) takes 30 to 50 ms, as with open "
-        "ports, since the relay saves the unused rate of a second (docs/decisions/0060; 0.76 before). The "
-        "rest is the round over the state at each tenth epoch: parameters and both moments in float32, "
-        "13 MB through the relay, 2.1 s of its 50 Mbit/s. A member with an address would reduce instead, and "
-        "the relay carry no values."
+        "by timestamps: the values of gradients (2.2 MB through the relay) take 30 to 50 ms, with open ports "
+        "20 to 45 ms, since the relay saves the unused rate of a second (docs/decisions/0060; 0.76 before). "
+        "The rest is the round over the state at each tenth epoch: parameters and both moments in float32, "
+        "13 MB through the relay, 2.1 s of its 50 Mbit/s. The figure is of eight epochs, one with such a "
+        "round. A member with an address would reduce instead, and the relay carry no values."
     ),
     **dict.fromkeys(
         ("reach-first-relayed-50", "reach-first-relayed-200"),
