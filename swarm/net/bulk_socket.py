@@ -31,8 +31,9 @@ _logger = logging.getLogger(__name__)
 # While bytes are under way this takes 300 s, because a receiver that reads nothing meanwhile counts, too.
 _KEEPALIVE = (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 300_000))
 _AT_ONCE_MAX = 8  # frames that are sent or received without a turn for other tasks
-# for a node with a cap of what it receives: unread bytes wait at the sender (`swarm.net.throttle`)
-_SMALL_BUFFER_BYTES = 64 << 10
+# for a node with a cap of what it receives: unread bytes wait at the sender (`swarm.net.throttle`). Linux
+# takes twice as much, so this is the window of gRPC's streams there; with more, bursts exceed low caps
+_SMALL_BUFFER_BYTES = 32 << 10
 _BUFFER_BYTES_MIN = 64 << 10
 # time after a message at which the end of the connection is looked for, if no other receiver waits for it
 _WATCH_S = 0.02
