@@ -332,16 +332,17 @@ class BulkConnections:
         if not reply.port:
             self._not_before(peer_id, _BUSY_S)
             return None
+        until_s = loop.time() + min(max(CONNECT_S_MIN, 2 * control.seconds), CONNECT_S_MAX)
         try:
             if reply.grpc_port != control.address.port or not _is_valid(reply):
                 raise BulkLost("its gRPC port is forwarded, or its answer is malformed")
             endpoint = next(iter(control.endpoints))[0], reply.port
-            until_s = loop.time() + min(max(CONNECT_S_MIN, 2 * control.seconds), CONNECT_S_MAX)
             async with asyncio.timeout_at(until_s if deadline_s is None else min(until_s, deadline_s)):
                 return await self._dial(endpoint, BulkSecret(reply.secret, self._own, peer_id))
         except (OSError, BulkLost) as error:  # a timeout is an OSError
             _logger.debug("no bulk connection to peer %s: %s", peer_id, error)
-            self._not_before(peer_id, RETRY_S)
+            if not isinstance(error, TimeoutError) or loop.time() >= until_s:
+                self._not_before(peer_id, RETRY_S)  # else the stream's own limit ended the attempt
             return None
 
     async def _dial(self, endpoint: Endpoint, secret: BulkSecret) -> BulkSocket:

@@ -130,6 +130,8 @@ class BulkServer:
         listening = _listen(host, above if is_chosen and above <= 65535 else 0)
         if listening is None:
             return
+        if is_chosen and listening.getsockname()[1] != above:
+            _logger.warning("bulk port %d cannot be used: peers outside use port %d alone", above, grpc_port)
         self._listening, self.port, self._grpc_port = listening, listening.getsockname()[1], grpc_port
         asyncio.get_running_loop().add_reader(listening, self._accept)
         handlers.remove(BULK.name)
@@ -226,7 +228,7 @@ class BulkServer:
         connection = BulkSocket(connected, ticket.secret, is_caller=False)
         try:
             async with asyncio.timeout(PROOF_S_MAX):
-                if await connection.receive() != (FrameKind.PROOF, b""):
+                if await connection.receive(body_bytes_max=0) != (FrameKind.PROOF, b""):
                     return
                 await connection.send(FrameKind.PROOF, b"")
             self._unproven.pop(asyncio.current_task(), None)  # type: ignore[arg-type]
@@ -255,8 +257,8 @@ class BulkServer:
     async def _serve_stream(self, connection: BulkSocket, caller: RemoteCaller, host: str) -> bool:
         """Serve the next stream of a connection. Return whether another one may follow."""
         async with asyncio.timeout(IDLE_S_MAX):
-            kind, body = await connection.receive()
-        if kind is not FrameKind.OPEN or len(body) > _METHOD_BYTES_MAX:
+            kind, body = await connection.receive(_METHOD_BYTES_MAX)
+        if kind is not FrameKind.OPEN or self._listening is None:
             return False
         handling = asyncio.get_running_loop().create_task(
             self._serve(caller, host, body.decode(errors="replace"), BulkContext(connection))

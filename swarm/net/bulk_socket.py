@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 from swarm.core.ids import PeerId
 from swarm.net.logic.sealing import (
+    BODY_BYTES_MAX,
     HEADER_BYTES,
     BulkSecret,
     FrameError,
@@ -101,6 +102,7 @@ class BulkSocket:
         self.on_lost: Callable[[], object] | None = None
         self.on_data: Callable[[], object] | None = None
         self._stream = -1
+        self._stopped = ""  # why `send` must not wait any longer
         self._outgoing: FrameKey
         self._incoming: FrameKey
         self.next_stream()
@@ -114,7 +116,6 @@ class BulkSocket:
         self._sending = asyncio.Lock()
         self._is_cut = False  # a frame was sent in part
         self._at_once = 0  # frames since other tasks had a turn
-        self._stopped = ""  # why `send` must not wait any longer
 
     @property
     def is_between_frames(self) -> bool:
@@ -124,6 +125,7 @@ class BulkSocket:
     def next_stream(self) -> None:
         """Begin the next stream: both ends have sent and received the last frame of the one before."""
         self._stream += 1
+        self._stopped = ""
         self._outgoing = self._secret.key(self._stream, from_caller=self._is_caller)
         self._incoming = self._secret.key(self._stream, from_caller=not self._is_caller)
 
@@ -135,7 +137,8 @@ class BulkSocket:
         async with self._sending:
             if self._is_cut:
                 raise self._lose("a frame was sent in part")
-            self._stopped = ""
+            if self._stopped:
+                raise BulkLost(self._stopped)
             buffer = _buffers.take(frame_bytes(len(body)))
             try:
                 left = self._outgoing.seal(kind, body, buffer)
@@ -166,12 +169,12 @@ class BulkSocket:
         if self._writable is not None:
             _wake(self._writable)
 
-    async def receive(self) -> tuple[FrameKind, bytes]:
+    async def receive(self, body_bytes_max: int = BODY_BYTES_MAX) -> tuple[FrameKind, bytes]:
         """Return the next frame. Raises BulkLost when the connection ended, or carries anything but the frame
-        that the other end sealed next.
+        that the other end sealed next; a body of more than `body_bytes_max` is refused before it is read.
         """
         await self._let_others_run()
-        while (frame := self.receive_now()) is None:
+        while (frame := self.receive_now(body_bytes_max)) is None:
             self._at_once = 0
             self._readable = self._loop.create_future()
             self.watch()
@@ -185,7 +188,7 @@ class BulkSocket:
             self._watch_later(_WATCH_S)
         return frame
 
-    def receive_now(self) -> tuple[FrameKind, bytes] | None:
+    def receive_now(self, body_bytes_max: int = BODY_BYTES_MAX) -> tuple[FrameKind, bytes] | None:
         """Like `receive`, but return None when the frame has not arrived yet."""
         if self.lost:
             raise BulkLost(self.lost)
@@ -193,7 +196,7 @@ class BulkSocket:
             if self._buffer is None:
                 if not self._fill(self._header, HEADER_BYTES):
                     return None
-                self._expected = sealed_bytes(self._header)
+                self._expected = sealed_bytes(self._header, body_bytes_max)
                 self._buffer, self._arrived = _buffers.take(self._expected), 0
             if not self._fill(self._buffer, self._expected):
                 return None

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from swarm.core.errors import DeadlineExceeded, NetworkError, NotInvited, UsageError
+from swarm.core.ids import PeerId
 from swarm.net import bulk_calls
 from swarm.net.bulk_calls import BULK
 from swarm.net.bulk_server import PORTS_APART
@@ -314,6 +315,27 @@ def test_deadline_includes_connecting(monkeypatch: pytest.MonkeyPatch) -> None:
                     async with pair.open(timeout_s=0.3) as stream:
                         await stream.receive()
                 assert time.monotonic() - began_s < 5.0
+
+    run(scenario)
+
+
+def test_deadline_includes_asking_for_a_token() -> None:
+    """Regression: a stream with 0.3 s waited 5 s for a peer that did not answer."""
+
+    async def scenario() -> None:
+        async with bulk_pair() as pair:
+
+            async def never(caller: PeerId, request: peer_pb2.BulkRequest) -> peer_pb2.BulkReply:
+                await asyncio.sleep(60.0)
+                return peer_pb2.BulkReply()
+
+            pair.handlers.remove(BULK.name)
+            pair.handlers.unary(BULK, never)
+            began_s = time.monotonic()
+            with pytest.raises(DeadlineExceeded):
+                async with pair.open(timeout_s=0.3) as stream:
+                    await stream.receive()
+            assert time.monotonic() - began_s < 3.0
 
     run(scenario)
 

@@ -313,6 +313,25 @@ def test_connection_without_streams_is_closed(monkeypatch: pytest.MonkeyPatch) -
     run(scenario)
 
 
+@pytest.mark.parametrize("kind", [FrameKind.PROOF, FrameKind.OPEN])
+def test_large_frame_where_only_a_small_one_is_due_is_refused_by_its_header(kind: FrameKind) -> None:
+    """Regression: 8 bytes made the callee keep 4 MiB for as long as a connection may be without a stream."""
+
+    async def scenario() -> None:
+        async with bulk_pair() as pair:
+            reply = pair.ticket()
+            secret = BulkSecret(reply.secret, pair.caller.peer_id, pair.contact.peer_id)
+            loop, raw = asyncio.get_running_loop(), await pair.connected(reply)
+            if kind is FrameKind.OPEN:
+                proof = secret.key(0, from_caller=True).seal(FrameKind.PROOF, b"", bytearray(frame_bytes(0)))
+                await loop.sock_sendall(raw, bytes(proof))
+                assert len(await loop.sock_recv(raw, frame_bytes(0))) == frame_bytes(0)
+            await loop.sock_sendall(raw, kind.to_bytes(4, "little") + (4 << 20).to_bytes(4, "little"))
+            assert await is_closed(raw, within_s=2.0)
+
+    run(scenario)
+
+
 def test_announced_message_that_does_not_arrive_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "READ_S_MAX", 0.1)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hmac
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 from cryptography.exceptions import InvalidTag
@@ -24,7 +24,6 @@ SECRET_BYTES, TOKEN_BYTES = 32, 16
 TAG_BYTES = 16
 _HEADER = struct.Struct("<II")
 HEADER_BYTES = _HEADER.size
-FRAME_BYTES_MAX = HEADER_BYTES + BODY_BYTES_MAX + TAG_BYTES
 _KEY_BYTES, _IV_BYTES = 16, 12
 FRAMES_MAX = 1 << 32  # with one key
 _CONTEXT = b"swarm bulk 1\0"
@@ -89,7 +88,7 @@ class FrameKey:
 class BulkSecret:
     """The secret of one connection, known only to the two peers."""
 
-    secret: bytes
+    secret: bytes = field(repr=False)
     caller: PeerId
     callee: PeerId
 
@@ -120,13 +119,13 @@ def frame_bytes(body_bytes: int) -> int:
     return HEADER_BYTES + body_bytes + TAG_BYTES
 
 
-def sealed_bytes(header: bytes | bytearray) -> int:
-    """Return the number of bytes that follow this header. Raises FrameError when the header is wrong: it is
-    read before it can be authenticated, so that its size must be limited.
+def sealed_bytes(header: bytes | bytearray, body_bytes_max: int = BODY_BYTES_MAX) -> int:
+    """Return the number of bytes that follow this header. Raises FrameError when the header is wrong, or
+    names a body of more than `body_bytes_max`: it is read before it can be authenticated.
     """
     kind: int
     size: int
     kind, size = _HEADER.unpack(header)
-    if kind not in _KINDS or not TAG_BYTES <= size <= BODY_BYTES_MAX + TAG_BYTES:
+    if kind not in _KINDS or not TAG_BYTES <= size <= body_bytes_max + TAG_BYTES:
         raise FrameError("it sent something that is no frame")
     return size
