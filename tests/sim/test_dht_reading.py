@@ -309,11 +309,13 @@ def test_a_peer_that_knows_up_to_64_others_is_named_nobody_that_it_knows(peers: 
         assert len(own.overlay.table) > BUCKET_MAX
         assert own.overlay.known_peers == known_to_wire(own.overlay.table)
 
-        named = list[Contact]()
+        named, answers = list[Contact](), 0
 
         async def call(caller: SimulatedCaller, *given: Any, **more: Any) -> Any:
+            nonlocal answers
             reply = await asked(caller, *given, **more)
             if given[1] is FIND:
+                answers += 1
                 named.extend(contact for one in reply.results for contact in contacts_from_wire(one.nearest))
             return reply
 
@@ -321,6 +323,7 @@ def test_a_peer_that_knows_up_to_64_others_is_named_nobody_that_it_knows(peers: 
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(SimulatedCaller, "call", call)
             await own.get(KEY)
+        assert answers > 0
         assert not {contact.peer_id for contact in named}.intersection(
             contact.peer_id for contact in own.overlay.table
         )
