@@ -209,7 +209,7 @@ class GridRound:
                 if history.is_break and history.size.peers <= 1:
                     self._fail("alone", "all other peers have left")
                     return
-        seats = history.seats() if plan.weight > 0.0 or self._is_idle_elector() else 0
+        seats = history.seats() if plan.weight > 0.0 or self._may_decide() else 0
         if seats and self._pending is None and now_s >= self._retry_s:
             key = history.round_key(plan.epoch, _PART)
             samples = min(int(plan.weight), SAMPLES_MAX)  # `_weight` is that of the cells
@@ -218,7 +218,9 @@ class GridRound:
             weight = self._weight if plan.weight > 0.0 else 0.0
             self._pending = plan.step(replace(lineage, samples=samples), weight, self._gather)
 
-    def _is_idle_elector(self) -> bool:
-        """Return whether this peer contributes nothing to this epoch, and has a vote that others may need."""
+    def _may_decide(self) -> bool:
+        """Return whether this peer is an elector that may vote: others may need its vote even where it has
+        nothing to average.
+        """
         history = self._history
         return self._node.peer_id in history.root.electors and not history.abstains

@@ -59,9 +59,7 @@ def shown_by(show: Show) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def working(
-    what: str, *, unit: Literal["bytes", ""] = "", shown_after_s: float | None = None
-) -> Iterator[Update]:
+def working(what: str, *, unit: Literal["bytes", ""] = "") -> Iterator[Update]:
     """Show that this process does `what` while the context lasts, if that is longer than a second. Yield a
     function that takes how much is done, and of how much.
     """
@@ -78,7 +76,7 @@ def working(
             shower(Work(what=what, seconds=seconds, done=at[0], total=at[1], unit=unit, is_over=is_over))
 
     def watch() -> None:
-        wait_s = SHOWN_AFTER_S if shown_after_s is None else shown_after_s
+        wait_s = SHOWN_AFTER_S
         while not ended.wait(wait_s):
             show()
             wait_s = _INTERVAL_S
