@@ -55,8 +55,8 @@ class MuxedStream:
     async def read(self, bytes_max: int = yamux.PIECE_BYTES) -> bytes:
         """Return the next bytes, at most `bytes_max`; none when the peer has finished. Raises NetworkError
         when the stream is gone. The first read of a stream that this side opened also raises PeerError when
-        the peer does not speak the protocol, and NetworkError when the peer does not answer the proposal
-        within 10 s.
+        the peer does not speak the protocol, and NetworkError when an expected answer does not come in time
+        (10 s for a protocol; `expect` sets others).
         """
         if self._expected:
             await self.confirm()
@@ -92,8 +92,8 @@ class MuxedStream:
 
     async def confirm(self) -> None:
         """Wait for the peer's answers, first that it speaks the protocol; without this the first read does.
-        Raises PeerError when the peer does not speak it, NetworkError when the peer does not answer within
-        10 s or the stream is gone. The stream is closed when this fails or is cancelled.
+        Raises PeerError when the peer does not speak it, NetworkError when an answer does not come in time
+        or the stream is gone. The stream is closed when this fails or is cancelled.
         """
         if self._expected:  # the last one, whose own read waits for those before it
             await self._expected.pop()()

@@ -23,7 +23,7 @@ from swarm.wire import peer_pb2
 from swarm.wire.calls_pb2 import AnswerBatch, Call, CallBatch
 from tests.wire.call_pair import ECHO, Pair, echo, pair, run
 
-AT_ONCE, PER_S = 300, 100
+AT_ONCE, PER_S = 60, 20
 FLOOD_S = 1.0
 EXPERT = Method(
     name="/swarm.Expert/Call",
