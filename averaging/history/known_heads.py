@@ -20,8 +20,8 @@ SILENT_S = 15.0
 # Heads that only strangers report: their holders are asked for this many at once, and one that does not
 # answer keeps its place for the pause, so that a crowd costs at most two failed calls a second. More, or
 # shorter: a crowd costs more handshakes; fewer, or longer: histories of newcomers are compared later
-STRANGERS_ASKED_MAX = 4
-STRANGERS_ASKED_PAUSE_S = 2.0
+STRANGE_HEADS_MAX = 4
+STRANGE_PAUSE_S = 2.0
 
 
 class KnownHeads:

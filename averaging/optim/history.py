@@ -17,7 +17,7 @@ from averaging.history.ahead import Ahead, still_ahead, what_to_follow
 from averaging.history.certificate import DIGEST_BYTES, Certificate, Proposal, RoundKind, goodbye_statement
 from averaging.history.chain import Chain, Relation
 from averaging.history.grace import SleepWatch
-from averaging.history.known_heads import STRANGERS_ASKED_MAX, STRANGERS_ASKED_PAUSE_S, KnownHeads
+from averaging.history.known_heads import STRANGE_HEADS_MAX, STRANGE_PAUSE_S, KnownHeads
 from averaging.history.lineage import Lineage
 from averaging.history.offers import Offers
 from averaging.history.round_lineage import RoundLineage
@@ -377,9 +377,7 @@ class RunHistory:
                 await self.compare()
                 if self._strange and (comparing is None or comparing.done()):
                     comparing = tasks.create_task(
-                        ask_holders(
-                            self._strange, STRANGERS_ASKED_MAX, self._fetch, pause_s=STRANGERS_ASKED_PAUSE_S
-                        )
+                        ask_holders(self._strange, STRANGE_HEADS_MAX, self._fetch, pause_s=STRANGE_PAUSE_S)
                     )
 
     async def _watch_sleep(self) -> None:

@@ -187,9 +187,8 @@ class Channels:
         deadline_s = None if timeout_s is None else loop.time() + timeout_s
         if connection > 0 and self._bulk.is_possible(peer_id):
             async with self._calling(contact, 0, timeout_s, method.name) as control:
-                ask_s = self._dial_timeout_s
-                if deadline_s is not None:
-                    ask_s = min(ask_s, max(deadline_s - loop.time(), 0.001))
+                left_s = self._dial_timeout_s if deadline_s is None else max(deadline_s - loop.time(), 0.001)
+                ask_s = min(left_s, self._dial_timeout_s)
                 ask = functools.partial(self.call, contact, BULK, BulkRequest(), timeout_s=ask_s)
                 bulk = await self._bulk.begin(peer_id, control, method.name, ask, deadline_s)
                 if bulk is not None:
