@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -136,15 +137,18 @@ def test_a_volunteer_that_leaves_does_not_say_that_training_continues(tmp_path: 
             return state.view()
 
     texts: list[str] = []
+    told = threading.Event()
 
     def emit(event: Event) -> None:
         assert isinstance(event, Notice)
         texts.append(event.text)
+        told.set()
 
     optimizer: Any = Optimizer()
     config = CheckpointConfig(folder=tmp_path / "run", every_s=1e-9)
     writer = CheckpointWriter(config, ["weight"], {}, emit)
     writer.after_epoch(optimizer)
+    assert told.wait(30), "the writer's thread says that the first checkpoint was not written"
     Optimizer.epoch = 5
     writer.close(optimizer)
     assert len(texts) == 2
