@@ -75,8 +75,10 @@ def test_auxiliary_peer_reduces_in_rounds_of_trainers_and_changes_no_result(mode
         ]
         assert len(helped) >= 3, peers[0].reports
         assert all(set(one.contributions) <= trainers for one in helped if not one.failed)
-        assert len(results) >= 3
-        assert all(result.bytes_sent > 0 for result in results)
+        # in a round with one trainer alone there is nothing to reduce
+        whole = [result for result in results if trainers < set(result.peers)]
+        assert len(whole) >= 3
+        assert all(result.bytes_sent > 0 for result in whole)
         assert node.peer_id not in peers[0].opt.progress.peers, "it is no trainer"
 
 
