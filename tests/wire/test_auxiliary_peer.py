@@ -65,20 +65,22 @@ def test_auxiliary_peer_reduces_in_rounds_of_trainers_and_changes_no_result(mode
         swarm_of(2, f"helped {mode}", mode=mode, make=wide) as peers,
         helping(peers, f"helped {mode}", mode=mode) as (node, results),
     ):
-        together([lambda peer=peer: peer.train_to(6) for peer in peers])  # type: ignore[misc]
-        assert len({peer.opt.state_digest() for peer in peers}) == 1
         trainers = {peer.node.peer_id for peer in peers}
-        helped = [
-            report.round
-            for report in peers[0].reports
-            if report.round is not None and node.peer_id in report.round.peers
-        ]
-        assert len(helped) >= 3, peers[0].reports
-        assert all(set(one.contributions) <= trainers for one in helped if not one.failed)
-        # in a round with one trainer alone there is nothing to reduce
-        whole = [result for result in results if trainers < set(result.peers)]
-        assert len(whole) >= 3
-        assert all(result.bytes_sent > 0 for result in whole)
+
+        def helped() -> list[RoundResult]:
+            """Return the helper's rounds of both trainers: beside one alone it has nothing to reduce."""
+            return [result for result in results if trainers < set(result.peers)]
+
+        while len(helped()) < 3:  # epochs take milliseconds: the first ones may be over before it looks
+            epoch = peers[0].opt.epoch + 2
+            assert epoch <= 100
+            together([lambda peer=peer, epoch=epoch: peer.train_to(epoch) for peer in peers])  # type: ignore[misc]
+        assert len({peer.opt.state_digest() for peer in peers}) == 1
+        rounds = [report.round for report in peers[0].reports if report.round is not None]
+        with_helper = [one for one in rounds if not one.failed and node.peer_id in one.peers]
+        assert len(with_helper) >= 3, peers[0].reports
+        assert all(set(one.contributions) <= trainers for one in with_helper)
+        assert all(result.bytes_sent > 0 for result in helped())
         assert node.peer_id not in peers[0].opt.progress.peers, "it is no trainer"
 
 
