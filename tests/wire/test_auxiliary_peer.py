@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -74,7 +75,7 @@ def test_auxiliary_peer_reduces_in_rounds_of_trainers_and_changes_no_result(mode
         while len(helped()) < 3:  # epochs take milliseconds: the first ones may be over before it looks
             epoch = peers[0].opt.epoch + 2
             assert epoch <= 100
-            together([lambda peer=peer, epoch=epoch: peer.train_to(epoch) for peer in peers])  # type: ignore[misc]
+            together([partial(peer.train_to, epoch) for peer in peers])
         assert len({peer.opt.state_digest() for peer in peers}) == 1
         rounds = [report.round for report in peers[0].reports if report.round is not None]
         with_helper = [one for one in rounds if not one.failed and node.peer_id in one.peers]
