@@ -168,10 +168,11 @@ class Server:
         server, self._server, self._port = self._server, None, None
         for stream in self._streams:
             stream.stop()
-        if self._bulk is not None:
-            await self._bulk.stop(grace_s)
-        if server is not None:
-            await server.stop(grace_s)
+        async with asyncio.TaskGroup() as group:
+            if self._bulk is not None:
+                group.create_task(self._bulk.stop(grace_s))
+            if server is not None:
+                group.create_task(server.stop(grace_s))
 
     async def serve_calls(self, caller: RemoteCaller, stream: ServedCalls) -> None:
         """Serve a stream of shared calls to its end. Raises _Busy when the caller has too many of them: it

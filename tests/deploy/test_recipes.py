@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from swarm.cli.commands import swarm
+from swarm.net.bulk_server import PORTS_APART
 from swarm.run.specification import RunSpecification
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -120,3 +121,14 @@ def test_the_address_of_an_entry_point_is_read_from_its_events(tmp_path: Path) -
     ):
         printed = subprocess.run([*program, *extra], capture_output=True, text=True, check=True)
         assert printed.stdout.strip() == expected
+
+
+def test_recipes_that_expose_the_port_expose_the_bulk_port_too() -> None:
+    for name in ("Dockerfile", "kubernetes.yaml", "skypilot.yaml"):
+        text = (DEPLOY / name).read_text()
+        assert str(4000 + PORTS_APART) in text, name
+    both = {4000, 4000 + PORTS_APART}
+    assert both <= set(yaml.safe_load((DEPLOY / "skypilot.yaml").read_text())["resources"]["ports"])
+    for document in OBJECTS:
+        if document["kind"] == "Service":
+            assert both <= {port["port"] for port in document["spec"]["ports"]}
