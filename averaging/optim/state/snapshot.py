@@ -27,7 +27,8 @@ from swarm.core.errors import PeerError
 CHUNK_BYTES = 1 << 20
 Blob = bytearray | memoryview
 ALIGNMENT_BYTES = 64
-_T, _R = TypeVar("_T"), TypeVar("_R")
+_T = TypeVar("_T")
+_R = TypeVar("_R")
 _FORMAT = 1
 _HEADER_BYTES_MAX = 64 << 20
 _EPOCH_MAX = 1 << 40
