@@ -85,7 +85,7 @@ def doctor(
       swarm doctor /ip4/203.0.113.7/tcp/4000/p2p/12D3KooW...
       swarm doctor swarm1... --listen 0.0.0.0:4000 --json
     """
-    entry = given_entry(addresses, None, identity, ())
+    entry = given_entry(addresses, None, identity, (), role="observe")
     if entry is not None:
         addresses, identity = entry.bootstrap, entry.identity
     where = options.listen_at(listen, announce, contacts_of(addresses))

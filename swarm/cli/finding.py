@@ -52,27 +52,27 @@ def given_entry(
     run: str | None,
     identity: str | None,
     servers: Sequence[Contact],
-    role: Role = "observe",
+    *,
+    role: Role,
 ) -> RunEntry | None:
     """Return how to enter the run that the user gave: by addresses, an invite, or the name of a run. None if
     the user gave nothing.
 
     `run` chooses among several runs of a name. `identity` is the file of the invited identity, for an invited
     run. `servers` are servers of libp2p's DHT. `role`: what the command does there; all peers may observe.
-    Raises UsageError if the run is ambiguous, and NetworkError if
-    no server answers.
+    Raises UsageError if the run is ambiguous, and NetworkError if no server answers.
     """
     by_name = given[0] if len(given) == 1 and is_run_name(given[0]) else None
     found = _found_by_name(by_name or run, given, servers) if servers else []
     if by_name is not None:
-        return remembered_entry(by_name, run, identity, found, role)
+        return remembered_entry(by_name, run, identity, found, role=role)
     if not given and servers and run is not None:
-        return remembered_entry(run, None, identity, found, role)
+        return remembered_entry(run, None, identity, found, role=role)
     return RunEntry((*given, *found), run, identity) if given else None
 
 
 def remembered_entry(
-    name: str, run: str | None, identity: str | None, found: Sequence[str] = (), role: Role = "train"
+    name: str, run: str | None, identity: str | None, found: Sequence[str] = (), *, role: Role
 ) -> RunEntry:
     """Return how to enter a run by its name: through remembered peers, if this machine took part in it, and
     through the found addresses. For an invited run an identity with the `role` is chosen. The other
@@ -166,7 +166,7 @@ def nearby_entry(output: Output, run: str | None, identity: str | None) -> RunEn
     signed = SpecificationStore(specifications_folder()).load(chosen.run_id)
     if signed is None:
         raise UsageError(f"{chosen.full_name} needs an invite: ask its owner for one, and join with it")
-    return _invited_entry(signed, addresses, identity)
+    return _invited_entry(signed, addresses, identity, "train")
 
 
 def announce_nearby(node: Node, signed: SignedSpecification) -> None:
@@ -239,7 +239,7 @@ def _stored(every: Iterable[SignedSpecification], name: str, run: str | None) ->
 
 
 def _invited_entry(
-    signed: SignedSpecification, addresses: Sequence[str], identity: str | None, role: Role = "train"
+    signed: SignedSpecification, addresses: Sequence[str], identity: str | None, role: Role
 ) -> RunEntry:
     """Return how to enter an invited run again, with the stored capability of the chosen identity or of one
     that has entered the run before. Raises UsageError if there is no such capability.

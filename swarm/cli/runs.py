@@ -67,7 +67,7 @@ def runs(addresses: tuple[str, ...], search: str, no_lan: bool, as_json: bool) -
     from swarm.cli.finding import RunEntry, given_entry, nearby_runs, remembered_addresses
 
     with make_output(Presentation(), as_json=as_json) as output:
-        entry = given_entry(addresses, None, None, ())
+        entry = given_entry(addresses, None, None, (), role="observe")
         if entry is not None:
             _list_swarm(output, entry, search)
         else:
