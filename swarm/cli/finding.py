@@ -18,6 +18,7 @@ from swarm.cli.render.output import Output, Result
 from swarm.core.errors import NetworkError, UsageError
 from swarm.core.identity import Identity, IdentityInUse
 from swarm.core.ids import RUN_NAME, Contact
+from swarm.core.wording import counted
 from swarm.membership.capability import Role
 from swarm.membership.invite import Invite, is_invite
 from swarm.net.logic.lan import NearbyPeer, NearbyRun
@@ -283,6 +284,6 @@ def _fields(run: NearbyRun) -> dict[str, Any]:
 def _line(run: NearbyRun) -> str:
     names = [one.who or one.contact.peer_id.short for one in run.peers]
     more = f" and {len(names) - _NAMES_MAX} more" if len(names) > _NAMES_MAX else ""
-    count = f"{len(names)} peer{'s' if len(names) != 1 else ''} here"
+    count = f"{counted(len(names), 'peer')} here"
     needs = "; needs an invite" if run.is_invited else ""
     return f"{run.full_name}: {count} ({', '.join(names[:_NAMES_MAX])}{more}){needs}"

@@ -45,7 +45,7 @@ class OwnAddresses:
 
 @dataclass(frozen=True, slots=True)
 class GivenCheck:
-    """What other peers found at the addresses that the user has given."""
+    """The answers of other peers about the addresses that the user has given."""
 
     failures: tuple[str, ...] = ()  # a sentence for each at which they do not reach this peer
     untried: tuple[str, ...] = ()  # "host:port" of each that no asked peer has called
