@@ -19,7 +19,7 @@ _TIMEOUT_S = 90.0
 
 @dataclass(slots=True, kw_only=True)
 class Spent(Failures):
-    """What one transport took."""
+    """The processor time of one transport."""
 
     is_bulk: bool
     per_gb_s: list[float] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Spent(Failures):
         )
 
     def measure(self, launch: Launch, size_mib: int) -> None:
-        """Move so many bytes once."""
+        """Move that many MiB once."""
         before_s = launch.processor_s()
         sender = launch.workers[1]
         sender.send({"do": "send", "messages": size_mib})
