@@ -117,7 +117,7 @@ def test_a_new_replica_has_the_whole_state_before_it_serves(fleet: Fleet) -> Non
 def test_a_replica_is_not_declared_while_a_donor_fails_for_a_moment(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: a newcomer whose donor had no memory for a copy was declared with random weights at once."""
+    """Regression: a newcomer whose donor had no memory for a copy was declared with random weights."""
     trained = fresh(1)
     train(trained, 20)
     fleet.serve(trained)
