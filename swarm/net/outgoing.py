@@ -112,7 +112,8 @@ def sender_of(call: aio.StreamStreamCall[Any, Any] | BulkCall) -> Callable[[byte
     """
     if isinstance(call, BulkCall):
         return call.write
-    return call._cython_call.send_serialized_message  # type: ignore[attr-defined, no-any-return, unused-ignore]
+    grpc_call: Any = call
+    return grpc_call._cython_call.send_serialized_message  # type: ignore[no-any-return]
 
 
 class MapErrors:
