@@ -43,7 +43,7 @@ async def _take(channel: WorkerChannel) -> None:
 
 
 async def _send(channel: WorkerChannel, settings: dict[str, Any]) -> None:
-    """Send so many bytes for each order."""
+    """Send the messages that each order asks for."""
     if not settings["bulk"]:
         bulk_calls.IS_SUPPORTED = False
     peer, port = channel.published("taker").split()
