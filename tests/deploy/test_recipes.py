@@ -52,6 +52,13 @@ def test_every_swarm_command_of_the_recipes_is_accepted() -> None:
         command.make_context(name, arguments, resilient_parsing=False)
 
 
+def test_recipes_install_the_clone_because_no_index_has_the_package() -> None:
+    recipes = "\n".join(path.read_text() for path in DEPLOY.iterdir() if path.is_file())
+    assert "not on the package index yet" in (DEPLOY.parent / "README.md").read_text()
+    assert "swarm-train" not in recipes
+    assert yaml.safe_load((DEPLOY / "skypilot.yaml").read_text())["workdir"] == "."
+
+
 def test_the_run_of_the_recipes_is_a_specification() -> None:
     specification = RunSpecification.from_file(DEPLOY / "run.toml")
     joining = [one for one in SHELL if "swarm join" in one and "$RUN" not in one]
