@@ -21,7 +21,7 @@ DOCS_OUT ?= build/docs
 # Simulations iterate over sets of peers: with another hash seed the same seed is another run.
 export PYTHONHASHSEED ?= 0
 
-.PHONY: help demo test check docs format proto bench bench-quick bench-smollm2 gpu gpu-wheels reach chaos chaos-quick sim sim-quick histories fuzz fuzz-quick interop install install-dev install-docs clean
+.PHONY: help demo test check docs images format proto bench bench-quick bench-smollm2 gpu gpu-wheels reach chaos chaos-quick sim sim-quick histories fuzz fuzz-quick interop install install-dev install-docs clean
 
 help:
 	@sed -n 's/^# //p' Makefile | head -13
@@ -142,6 +142,13 @@ bench-smollm2: install-dev
 bench-quick: install-dev
 	$(BIN)/python -m benchmarks --quick $(ARGS)
 	$(BIN)/python -m pytest -m slow tests/benchmarks
+
+# The image of deploy/, for the processor and for CUDA; each must answer.
+images:
+	docker build -t swarm -f deploy/Dockerfile .
+	docker build -t swarm:cuda -f deploy/Dockerfile --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu128 .
+	docker run --rm swarm --version
+	docker run --rm swarm:cuda --version
 
 docs: install-docs
 	$(BIN)/python -m sphinx -b html -W --keep-going -q docs $(DOCS_OUT)
