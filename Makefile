@@ -79,6 +79,7 @@ reach: install-dev
 	$(BIN)/python -m pytest -m "network_namespaces and not slow" -n 2 --dist worksteal $(ARGS)
 
 chaos: install-dev
+	@$(PIP) 'ray>=2.55'
 	$(BIN)/python -m pytest -m "chaos" $(ARGS)
 
 chaos-quick: install-dev
