@@ -91,7 +91,8 @@ def test_in_a_small_group_a_member_sends_its_vote_to_all_others_at_once(
     setup = replace(round_setup(identities), own=2)
     statement = vote_statement(setup.proposal.digest(), RESULT)
     exchange = VoteExchange(setup)
-    exchange.add_own(Vote(identities[2].peer_id, RESULT, identities[2].sign(statement)), 1.0)
+    own = identities[2]
+    exchange.add_own(Vote(voter=own.peer_id, result=RESULT, signature=own.sign(statement)), 1.0)
     asks = exchange.asks(set(range(members)), 1.0)
     assert [ask.place for ask in asks] == asked
     assert all(len(ask.statement.votes) == 1 for ask in asks)
