@@ -38,7 +38,7 @@ _CODEC_CALLS = (
 
 _IDLE_TCP = (
     "presumably TCP: a connection that was idle begins with ten packets again (traces show 0.16 s of a round "
-    "of 1.0 s), which bare TCP shows as well; but here values and averages go on two connections, both of "
+    "of 1.0 s), which bare TCP shows as well; but here values and averages use two connections, both of "
     "which begin so. Headers take 3.5 %; the last values' way there, their average's way back and the votes "
     "take one and a half round trips, of which bare TCP has the first half (docs/decisions/0015)."
 )
