@@ -40,12 +40,12 @@ _IDLE_TCP = (
     "presumably TCP: a connection that was idle begins with ten packets again (traces show 0.16 s of a round "
     "of 1.0 s), which bare TCP shows as well; but here values and averages use two connections, both of "
     "which begin so. Headers take 3.5 %; the last values' way there, their average's way back and the votes "
-    "take one and a half round trips, of which bare TCP has the first half (docs/decisions/0015)."
+    "take two round trips, of which bare TCP has the first half (docs/decisions/0015)."
 )
 _GIGABIT = (
     "processor time, in part: the emulation takes one of two cores with realtime priority, and four peers "
-    "that encode, encrypt and reduce share the other (docs/decisions/0015). Besides, an all-reduce needs a "
-    "round trip that bare TCP does not: half for an average's way back, half for the votes."
+    "that encode, encrypt and reduce share the other (docs/decisions/0015). Besides, a round needs one and a "
+    "half round trips that bare TCP does not: half for an average's way back, one for the votes."
 )
 
 _EXPERT_CALL = (

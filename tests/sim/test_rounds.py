@@ -16,29 +16,10 @@ from averaging.allreduce.outcome import RoundOutcome
 from averaging.matchmaking.logic.group import Group, Member
 from averaging.reduction.vector import FlatVector
 from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
-from swarm.testing.rounds import all_reduce_of, run_round
+from swarm.testing.rounds import all_reduce_of
 from swarm.testing.virtual_loop import run_virtual
 from tests.sim.random_rounds import CONFIG, DEADLINE_S, Scenario, check, scenario
 from tests.sim.round_scene import Scene
-
-
-@pytest.mark.parametrize("members", [2, 4, 8])
-def test_a_round_of_a_small_group_ends_for_all_half_a_round_trip_after_the_last_average(members: int) -> None:
-    """Values, averages and votes each take one way. On a network without jitter, all members vote at once."""
-    delay_s = 0.025
-
-    async def main() -> list[RoundOutcome]:
-        network = SimulatedNetwork(members, LinkConfig(delay_s=delay_s, jitter=0.0))
-        peers = [network.peer() for _ in range(members)]
-        contacts = [Member(contact=peer.contact, weight=1.0, bandwidth=1.0) for peer in peers]
-        group = Group(group_id=bytes(32), members=tuple(contacts), codec="float32", gathered=(b"",) * members)
-        return await run_round(
-            network, group, [torch.randn(10_000) for _ in peers], timeout_s=DEADLINE_S, config=CONFIG
-        )
-
-    for outcome in run_virtual(main()):
-        assert not outcome.failed
-        assert outcome.seconds["commit"] == pytest.approx(delay_s)
 
 
 @pytest.mark.parametrize("seed", range(60))

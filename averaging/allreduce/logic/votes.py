@@ -1,9 +1,8 @@
 """The votes at the end of a round as one member knows them: the votes to send to other members, the time to
 answer them, and the result of the votes. Pure.
 
-A member that has voted asks the others with its own vote; the answer waits until the other member knows a
-certificate, or a vote that the asker does not know. In a large group, of two members that can be dialed only
-the one earlier in group order asks.
+Of two members that can be dialed the one earlier in group order asks, with its own vote; the answer waits
+until the other member knows a certificate, or a vote that the asker does not know.
 """
 
 from __future__ import annotations
@@ -25,9 +24,6 @@ from swarm.core.ids import PeerId
 _HOLD_S = 0.1
 _ENDORSE_AGAIN_S = 2.0
 _ASK_AGAIN_S = 0.1  # pause before asking a member again that had no news
-# In a group of up to this many members, both of two members ask, so that a vote is everywhere after half a
-# round trip. Larger: the calls, of which there are twice as many, cost more than they save.
-_ALL_ASK_MEMBERS_MAX = 8
 _ENDORSE_NEXT_S = 0.5  # delay between members, in group order, for asking electors outside of the group
 
 
@@ -53,12 +49,7 @@ class VoteExchange:
         self.gave_up = ""  # why this member gave up
         self.over = False  # the round has ended here
         self._places = {member.peer_id: place for place, member in enumerate(setup.group.members)}
-        self._told = [place for place in setup.members if setup.calls(setup.own, place)]
-        self._targets = (
-            [place for place in setup.members if place != setup.own and setup.can_dial(place)]
-            if len(setup.members) <= _ALL_ASK_MEMBERS_MAX
-            else self._told
-        )
+        self._targets = [place for place in setup.members if setup.calls(setup.own, place)]
         self._own_version = 0  # number of changes of this member's own statement
         self._voted_version = math.inf  # the first version with its vote
         # members with at least one exchange, which receive everything from then on
@@ -202,7 +193,7 @@ class VoteExchange:
         """Return the calls that tell members how the round ended here, without members that know it or will
         be told anyway.
         """
-        places = self._setup.members if self.gave_up else self._told
+        places = self._setup.members if self.gave_up else self._targets
         result = self.majority if self.certificate is not None else None
         return [
             AskVotes(place, self.statement())

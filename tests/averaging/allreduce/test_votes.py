@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from averaging.allreduce.logic.values import Statement
@@ -79,20 +77,3 @@ def test_a_member_that_sent_its_vote_is_asked_again_only_after_answers_of_others
     assert exchange.certificate is None
     assert exchange.asks(everybody, 1.05) == []
     assert [ask.place for ask in exchange.asks(everybody, 1.2)] == [1]
-
-
-@pytest.mark.parametrize(
-    ("members", "asked"), [(4, [0, 1, 3]), (8, [0, 1, 3, 4, 5, 6, 7]), (9, [3, 4, 5, 6, 7, 8])]
-)
-def test_in_a_small_group_a_member_sends_its_vote_to_all_others_at_once(
-    members: int, asked: list[int]
-) -> None:
-    identities = [SeededIdentity(f"votes {place}") for place in range(members)]
-    setup = replace(round_setup(identities), own=2)
-    statement = vote_statement(setup.proposal.digest(), RESULT)
-    exchange = VoteExchange(setup)
-    own = identities[2]
-    exchange.add_own(Vote(voter=own.peer_id, result=RESULT, signature=own.sign(statement)), 1.0)
-    asks = exchange.asks(set(range(members)), 1.0)
-    assert [ask.place for ask in asks] == asked
-    assert all(len(ask.statement.votes) == 1 for ask in asks)
