@@ -13,7 +13,7 @@ import asyncio
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError
@@ -64,6 +64,10 @@ class RecordSearch:
     def merge(self, records: Sequence[Record]) -> None:
         """Merge records into the result, keeping the latest of each owner."""
         self.latest = latest_by_owner([*self.latest.values(), *records])
+
+    def owners_by_peer(self, peer: PeerId) -> Set[Owner]:
+        """Return the owners of the records that a peer answered with."""
+        return self.versions_by_peer.get(peer, {}).keys()
 
     def end(self, task: object = None) -> None:
         """Mark the search done and wake all waiting readers. Idempotent."""
@@ -259,14 +263,13 @@ class Reader:
                     self._replication.schedule_repair(contact, lacking)
 
     def _replicas_agree(self, search: RecordSearch, nearest: Sequence[Contact]) -> bool:
-        """Return whether the peers nearest to the key, a majority of its replicas, hold the same records, and
-        at least one.
+        """Return whether the peers nearest to the key, a majority of its replicas, hold records of the same
+        owners, and at least one. One that lacks an owner's record may be new, and others may lack more. An
+        older record of the same owner says only that a write is under way.
         """
-        own = {
-            record.owner: record.version for record in self._storage.records(search.key, self._overlay.now_us)
-        }
+        own = {record.owner for record in self._storage.records(search.key, self._overlay.now_us)}
         held = [
-            own if contact.peer_id == self._overlay.own_id else search.versions_by_peer.get(contact.peer_id)
+            own if contact.peer_id == self._overlay.own_id else search.owners_by_peer(contact.peer_id)
             for contact in nearest
         ]
         return len(held) > REPLICAS // 2 and bool(held[0]) and all(one == held[0] for one in held)
