@@ -78,7 +78,7 @@ class PeerStanding:
         """Return whether a peer is a member of the run, or without one of any run that this node knows."""
         if run is not None:
             return peer in self._members.get(run, ()) or peer in self._holders.get(run, ())
-        for members in self._tables:
+        for members in self._tables:  # noqa: SIM110 (no generator: each call of each peer asks this)
             if peer in members:
                 return True
         return False

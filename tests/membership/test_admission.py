@@ -248,9 +248,7 @@ def test_a_checked_peer_is_called_without_further_checks_until_its_rights_end() 
     identities = {"owner": run.owner, "member": member}
     terms = Terms(roles=("train",), uses=2, lifetime_s=DAY_S)
     invite = make_invite(RunIdentity(run.owner.peer_id, NAME), run.owner, (), terms, now_s=NOW_S)
-    ours, theirs = (
-        RunMembership(invite, one.peer_id, (), lambda: now_s[0]) for one in identities.values()
-    )
+    ours, theirs = (RunMembership(invite, one.peer_id, (), lambda: now_s[0]) for one in identities.values())
     assert not ours.may_call(member.peer_id, STATE), "it was not admitted"
     ours.check_reply(member.peer_id, theirs.answer(run.owner.peer_id, ours.request()))
     assert not ours.may_call(member.peer_id, STATE), "its role was not checked"

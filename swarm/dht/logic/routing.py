@@ -40,8 +40,8 @@ FAR_SILENT_S_MIN = 300.0
 FAR_SILENT_S_MAX = 3600.0
 # A newcomer without room causes a ping to the longest silent peer of its bucket if it was silent this long.
 QUESTIONABLE_S = 300.0
-# Share of the estimated number of peers that counts as most of them. Smaller: more records are written to peers
-# that are no replicas; larger: more searches in swarms of about two buckets, because the estimate errs by a fifth.
+# Share of the estimated number of peers that counts as most of them. Smaller: more records are written to
+# peers that are no replicas; larger: more searches in swarms of two buckets, as the estimate errs by a fifth.
 _KNOWN_SHARE_MIN = 0.75
 
 
@@ -231,7 +231,7 @@ class RoutingTable:
 
     @property
     def knows_most(self) -> bool:
-        """Return whether the table probably holds most peers of the swarm, so that those of its peers that are
+        """Return whether the table probably holds most peers of the swarm, so that those that it holds
         nearest to a key are most of the key's replicas.
         """
         if self.changes != self._knows_most[0]:
