@@ -25,7 +25,7 @@ from swarm.core.standing import Founding, PeerStanding
 from swarm.dht.handle import Dht
 from swarm.dht.service.dht_service import DhtService
 from swarm.membership.invite import Entrance
-from swarm.net.announcing import Announcing, OwnAddresses
+from swarm.net.announcing import Announcing, GivenCheck, OwnAddresses
 from swarm.net.channels import Channels, ConnectionLimits
 from swarm.net.dial import Routes
 from swarm.net.dialback import DialBacks
@@ -243,9 +243,9 @@ class Node:
         """
         return self._announcing.reach
 
-    def given_in_vain(self) -> list[str]:
-        """Let others call the addresses that the user has given. Return a sentence for each that fails."""
-        return self.network.run(self._announcing.given_in_vain(), _RELAYS_S_MAX)
+    def check_given(self) -> GivenCheck:
+        """Let others call the addresses that the user has given, and return what they found."""
+        return self.network.run(self._announcing.check_given(), _RELAYS_S_MAX)
 
     def relays(self) -> list[RelayView]:
         """Ping the relays that this node knows, and return them: first those with a reservation of this node,

@@ -13,6 +13,7 @@ from swarm.cli.render import make_output
 from swarm.cli.render.volunteer import VolunteerPresentation
 from swarm.cli.shutdown import Shutdown
 from swarm.core.errors import UsageError
+from swarm.core.wording import counted
 from swarm.run.events import Listening, Notice
 
 _REPORT_S = 5.0  # interval in which the number of known peers is checked
@@ -88,7 +89,7 @@ def bootstrap(
                 while not shutdown.requested.wait(_REPORT_S):
                     if len(node.peers()) != known:
                         known = len(node.peers())
-                        output.emit(Notice(text=f"{known} peer{'s' if known != 1 else ''} known"))
+                        output.emit(Notice(text=f"{counted(known, 'peer')} known"))
                 output.emit(Notice(text=f"leaving: {shutdown.reason}"))
         finally:
             own.close()

@@ -65,7 +65,7 @@ def contributors(
     from swarm.run.entering import enter, find_run
     from swarm.run.membership import check_invited
 
-    entry = given_entry(entries, run, identity, ())
+    entry = given_entry(entries, run, identity, (), role="observe")
     assert entry is not None
     with (
         make_output(Presentation(), as_json=as_json) as output,

@@ -85,7 +85,7 @@ def doctor(
       swarm doctor /ip4/203.0.113.7/tcp/4000/p2p/12D3KooW...
       swarm doctor swarm1... --listen 0.0.0.0:4000 --json
     """
-    entry = given_entry(addresses, None, identity, ())
+    entry = given_entry(addresses, None, identity, (), role="observe")
     if entry is not None:
         addresses, identity = entry.bootstrap, entry.identity
     where = options.listen_at(listen, announce, contacts_of(addresses))
@@ -222,10 +222,17 @@ def _reach(node: Node, listen: str | None, said: str) -> Diagnosis:
         )
     if node.reach == "direct":
         places = ", ".join(f"{one.host}:{one.port}" for one in node.contact.addresses)
-        if in_vain := node.given_in_vain():
+        check = node.check_given()
+        if check.failures:
             what = "forward that TCP port to this machine and name it in --listen, or leave --announce out"
-            return Diagnosis("reach", "bad", f"it announces {places}, but {'; '.join(in_vain)}: {what}")
-        return Diagnosis("reach", "good", said or f"it announces {places}")
+            return Diagnosis(
+                "reach", "bad", f"it announces {places}, but {'; '.join(check.failures)}: {what}"
+            )
+        text = said or f"it announces {places}"
+        if check.untried:
+            untried = " and ".join(check.untried)
+            return Diagnosis("reach", "note", f"{text}, but no peer has tried {untried}")
+        return Diagnosis("reach", "good", text)
     through = f"others reach it through {node.contact.through}" if node.reach == "relayed" else ""
     text = said or through or "no peer has said yet whether it can call this machine"
     return Diagnosis("reach", "note", text + _line_for_the_router(listen))

@@ -53,7 +53,7 @@ def experts(addresses: tuple[str, ...], pattern: str, timeout_s: float, as_json:
 
     if pattern != "*":
         ExpertPattern.parse(pattern)  # report a wrong pattern before any peer is called
-    entry = given_entry(addresses, None, None, ())
+    entry = given_entry(addresses, None, None, (), role="observe")
     assert entry is not None
     with (
         contextlib.closing(open_entry_identity(entry.identity, entry.bootstrap)) as own,

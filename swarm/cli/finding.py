@@ -18,6 +18,7 @@ from swarm.cli.render.output import Output, Result
 from swarm.core.errors import NetworkError, UsageError
 from swarm.core.identity import Identity, IdentityInUse
 from swarm.core.ids import RUN_NAME, Contact
+from swarm.core.wording import counted
 from swarm.membership.capability import Role
 from swarm.membership.invite import Invite, is_invite
 from swarm.net.logic.lan import NearbyPeer, NearbyRun
@@ -52,27 +53,27 @@ def given_entry(
     run: str | None,
     identity: str | None,
     servers: Sequence[Contact],
-    role: Role = "observe",
+    *,
+    role: Role,
 ) -> RunEntry | None:
     """Return how to enter the run that the user gave: by addresses, an invite, or the name of a run. None if
     the user gave nothing.
 
     `run` chooses among several runs of a name. `identity` is the file of the invited identity, for an invited
     run. `servers` are servers of libp2p's DHT. `role`: what the command does there; all peers may observe.
-    Raises UsageError if the run is ambiguous, and NetworkError if
-    no server answers.
+    Raises UsageError if the run is ambiguous, and NetworkError if no server answers.
     """
     by_name = given[0] if len(given) == 1 and is_run_name(given[0]) else None
     found = _found_by_name(by_name or run, given, servers) if servers else []
     if by_name is not None:
-        return remembered_entry(by_name, run, identity, found, role)
+        return remembered_entry(by_name, run, identity, found, role=role)
     if not given and servers and run is not None:
-        return remembered_entry(run, None, identity, found, role)
+        return remembered_entry(run, None, identity, found, role=role)
     return RunEntry((*given, *found), run, identity) if given else None
 
 
 def remembered_entry(
-    name: str, run: str | None, identity: str | None, found: Sequence[str] = (), role: Role = "train"
+    name: str, run: str | None, identity: str | None, found: Sequence[str] = (), *, role: Role
 ) -> RunEntry:
     """Return how to enter a run by its name: through remembered peers, if this machine took part in it, and
     through the found addresses. For an invited run an identity with the `role` is chosen. The other
@@ -166,7 +167,7 @@ def nearby_entry(output: Output, run: str | None, identity: str | None) -> RunEn
     signed = SpecificationStore(specifications_folder()).load(chosen.run_id)
     if signed is None:
         raise UsageError(f"{chosen.full_name} needs an invite: ask its owner for one, and join with it")
-    return _invited_entry(signed, addresses, identity)
+    return _invited_entry(signed, addresses, identity, "train")
 
 
 def announce_nearby(node: Node, signed: SignedSpecification) -> None:
@@ -239,7 +240,7 @@ def _stored(every: Iterable[SignedSpecification], name: str, run: str | None) ->
 
 
 def _invited_entry(
-    signed: SignedSpecification, addresses: Sequence[str], identity: str | None, role: Role = "train"
+    signed: SignedSpecification, addresses: Sequence[str], identity: str | None, role: Role
 ) -> RunEntry:
     """Return how to enter an invited run again, with the stored capability of the chosen identity or of one
     that has entered the run before. Raises UsageError if there is no such capability.
@@ -283,6 +284,6 @@ def _fields(run: NearbyRun) -> dict[str, Any]:
 def _line(run: NearbyRun) -> str:
     names = [one.who or one.contact.peer_id.short for one in run.peers]
     more = f" and {len(names) - _NAMES_MAX} more" if len(names) > _NAMES_MAX else ""
-    count = f"{len(names)} peer{'s' if len(names) != 1 else ''} here"
+    count = f"{counted(len(names), 'peer')} here"
     needs = "; needs an invite" if run.is_invited else ""
     return f"{run.full_name}: {count} ({', '.join(names[:_NAMES_MAX])}{more}){needs}"

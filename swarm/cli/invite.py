@@ -19,7 +19,7 @@ from swarm.cli.render import print_result
 from swarm.core.errors import SwarmError, UsageError
 from swarm.core.identity import Identity
 from swarm.core.ids import Contact, PeerId
-from swarm.core.wording import duration
+from swarm.core.wording import counted, duration
 from swarm.membership.capability import ROLES, USES_MAX, Grants, Role, roles_of
 from swarm.membership.invite import Entrance, Invite, RunIdentity, Terms, make_invite
 from swarm.run.limits import parse_duration_s
@@ -111,7 +111,7 @@ def invite(run: str, addresses: tuple[str, ...], identity: str | None, as_json: 
     if last.uses < terms.uses or last.expires_s < int(time.time() + terms.lifetime_s) - _SHORTER_S:
         left = duration(last.expires_s - time.time())
         click.echo(
-            f"swarm: this invite is for {last.uses} peer{'s' if last.uses > 1 else ''} and valid for {left}: "
+            f"swarm: this invite is for {counted(last.uses, 'peer')} and valid for {left}: "
             "the invite by which you joined allows no more",
             err=True,
         )

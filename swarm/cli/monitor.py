@@ -185,7 +185,7 @@ def monitor(addresses: tuple[str, ...], **given: Any) -> int:
     choices = MonitorChoices.of(addresses=addresses, **given)
     from swarm.monitor.watching import Watch, WatchConfig
 
-    entry = given_entry(choices.addresses, choices.run, None, ())
+    entry = given_entry(choices.addresses, choices.run, None, (), role="observe")
     assert entry is not None
     config = WatchConfig(
         entry=entry.bootstrap,

@@ -141,9 +141,13 @@ exit_with_parent = click.option(
 )
 
 
-def listen_at(listen: str | None, announce: Sequence[str], contacts: Iterable[Contact]) -> str | None:
+def listen_at(
+    listen: str | None, announce: Sequence[str], contacts: Iterable[Contact], own: PeerId | None = None
+) -> str | None:
     """Return where to listen; None: nowhere. The default is all interfaces, or loopback if all entry
-    addresses are on loopback. Raise UsageError when an option is wrong.
+    addresses are on loopback. Its port is the one that the identity `own` always gets, if that is free, so
+    that addresses in invites stay true when the command is started again; any free port without an identity.
+    Raise UsageError when an option is wrong.
     """
     from swarm.net.listening import given_addresses
 
@@ -158,23 +162,20 @@ def listen_at(listen: str | None, announce: Sequence[str], contacts: Iterable[Co
     if listen is not None:
         return listen
     hosts = [address.host for contact in contacts for address in contact.addresses]
-    return "127.0.0.1:0" if hosts and all(host.startswith(_LOOPBACK) for host in hosts) else "0.0.0.0:0"
+    host = "127.0.0.1" if hosts and all(one.startswith(_LOOPBACK) for one in hosts) else "0.0.0.0"
+    return f"{host}:{_own_port(host, own) if own is not None else 0}"
 
 
-def own_port(listen: str | None, own: PeerId) -> str | None:
-    """Return where to listen, with the port that this identity always gets if the user named none and it is
-    free: addresses in invites stay true when the command is started again.
-    """
-    if listen not in ("0.0.0.0:0", "127.0.0.1:0"):
-        return listen
-    host, port = listen.removesuffix(":0"), _PORT_FIRST + int.from_bytes(own.public_key[:4]) % _PORTS
+def _own_port(host: str, own: PeerId) -> int:
+    """Return the port of this identity; 0 if it is taken."""
+    port = _PORT_FIRST + int.from_bytes(own.public_key[:4]) % _PORTS
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError:
-            return listen
-    return f"{host}:{port}"
+            return 0
+    return port
 
 
 def parse_host_port(text: str, option: str) -> tuple[str, int]:

@@ -21,7 +21,7 @@ from swarm.cli.render import Output, make_output
 from swarm.cli.render.output import Presentation, Result
 from swarm.cli.render.volunteer import given
 from swarm.core.errors import SwarmError
-from swarm.core.wording import size
+from swarm.core.wording import counted, size
 from swarm.core.working import Update, working
 from swarm.run.contributions import ContributionLog, Given
 from swarm.run.events import Notice
@@ -67,7 +67,7 @@ def runs(addresses: tuple[str, ...], search: str, no_lan: bool, as_json: bool) -
     from swarm.cli.finding import RunEntry, given_entry, nearby_runs, remembered_addresses
 
     with make_output(Presentation(), as_json=as_json) as output:
-        entry = given_entry(addresses, None, None, ())
+        entry = given_entry(addresses, None, None, (), role="observe")
         if entry is not None:
             _list_swarm(output, entry, search)
         else:
@@ -215,7 +215,7 @@ class _FoundRun:
         if training.ended or training.paused:
             lines.append("  ended" if training.ended else "  paused by its owner")
         elif estimate is not None and estimate.peers:
-            people = f"{estimate.peers} volunteer{'s' if estimate.peers > 1 else ''}"
+            people = counted(estimate.peers, "volunteer")
             lines.append(f"  {people} at {estimate.samples_per_s:,.0f} samples/s, epoch {estimate.epoch:,}")
         else:
             lines.append("  nobody trains it at the moment")

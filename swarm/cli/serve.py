@@ -226,9 +226,7 @@ def _serve(choices: ServeChoices) -> int:
                 preset=choices.preset, announce=choices.announce, relay_mbit=choices.relay_mbit
             )
             entries = [*_own_invite(choices, own, offered), *choices.addresses]
-            listen = choices.listen_at()
-            if choices.listen is None:
-                listen = options.own_port(listen, own.peer_id) or listen
+            listen = choices.listen_at(own.peer_id)
             with Node(bootstrap=entries, listen=listen, identity=own, config=config) as node:
                 node.service(HostingService).expect()
                 invite = node.entry if node.membership is not None else ""

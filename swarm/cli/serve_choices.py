@@ -14,7 +14,7 @@ from swarm.cli import options
 from swarm.cli.finding import is_run_name, remembered_entry
 from swarm.cli.invite import contacts_of
 from swarm.core.errors import UsageError
-from swarm.core.ids import Contact
+from swarm.core.ids import Contact, PeerId
 from swarm.core.presets import Preset
 from swarm.core.wording import size
 from swarm.run.grid import GridSpecification
@@ -135,9 +135,11 @@ class ServeChoices:
     def contacts(self) -> list[Contact]:
         return contacts_of(self.addresses)
 
-    def listen_at(self) -> str:
-        """Return where to listen. With --listen none it is loopback, to which relayed calls are forwarded."""
-        return options.listen_at(self.listen, self.announce, self.contacts()) or "127.0.0.1:0"
+    def listen_at(self, own: PeerId) -> str:
+        """Return where to listen, by default at the port of this identity. With --listen none it is loopback,
+        to which relayed calls are forwarded.
+        """
+        return options.listen_at(self.listen, self.announce, self.contacts(), own) or "127.0.0.1:0"
 
     def listens_nowhere(self) -> bool:
         """Return whether this server opens no port and must be called through relays."""

@@ -283,7 +283,7 @@ def _check_known(entries: tuple[str, ...], options: Mapping[str, Any]) -> None:
     from swarm.cli.finding import is_run_name, remembered_entry
 
     if len(entries) == 1 and is_run_name(entries[0]) and not options["libp2p_bootstrap"]:
-        remembered_entry(entries[0], options["run"], options["identity"])
+        remembered_entry(entries[0], options["run"], options["identity"], role="train")
 
 
 def _chosen(name: str | None) -> Service:

@@ -31,7 +31,7 @@ from swarm.cli.shutdown import Shutdown
 from swarm.core.device import check_device_present
 from swarm.core.errors import UsageError
 from swarm.core.identity import Identity
-from swarm.core.ids import Contact
+from swarm.core.ids import Contact, PeerId
 from swarm.core.presets import Preset
 from swarm.core.working import working
 from swarm.run.contributions import ContributionLog
@@ -212,7 +212,7 @@ def join(addresses: tuple[str, ...], run: str | None, **given: Any) -> int:
     from swarm.cli.finding import given_entry, nearby_entry, nearby_runs
 
     choices = TrainChoices.of(bootstrap=(), **given)
-    entry = given_entry(addresses, run, choices.identity, choices.rendezvous(), "train")
+    entry = given_entry(addresses, run, choices.identity, choices.rendezvous(), role="train")
     may_ask = sys.stdin.isatty() and sys.stdout.isatty() and not choices.as_json
     if entry is None:
         with make_output(VolunteerPresentation(), as_json=choices.as_json) as output:
@@ -300,9 +300,9 @@ class TrainChoices:
     def contacts(self) -> list[Contact]:
         return contacts_of(self.bootstrap)
 
-    def listen_at(self) -> str | None:
-        """Return where to listen; None: nowhere."""
-        return options.listen_at(self.listen, self.announce, self.contacts())
+    def listen_at(self, own: PeerId | None = None) -> str | None:
+        """Return where to listen, by default at the port of this identity; None: nowhere."""
+        return options.listen_at(self.listen, self.announce, self.contacts(), own)
 
 
 class _Session:
@@ -427,9 +427,7 @@ def _session(
             )
             entries = [starting_invite(own, invited_to).text()] if invited_to is not None else []
             entries += choices.bootstrap
-            listen = choices.listen_at()
-            if choices.listen is None:
-                listen = options.own_port(listen, own.peer_id)
+            listen = choices.listen_at(own.peer_id)
             with Node(bootstrap=entries, listen=listen, identity=own, config=config) as node:
                 # The import of torch takes seconds; the node joins meanwhile.
                 importing = threading.Thread(target=_import_torch, name="imports torch", daemon=True)

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with a noun that takes an s in the plural: 1 peer, 2 peers."""
+    return f"{number} {noun}{'s' if number != 1 else ''}"
+
+
 def duration(seconds: float) -> str:
     """Return a time as people say it: 0.5 s, 40 s, 12 min, 3.5 h, 2.1 days."""
     if seconds < 100:

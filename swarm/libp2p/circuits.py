@@ -36,7 +36,7 @@ ANSWER_S = 15.0  # for a relay's answer, of which the relay waits 10 s for the t
 CONNECT_S = 20.0
 # A relay that sends nothing for 3 s after a ping counts as failed, so another one is asked after 4 s at most.
 RELAY_PING_S, RELAY_SILENT_S = 1.0, 3.0
-_NOT_TAKEN_MAX = 64
+_NOT_TAKEN_MAX = 64  # circuits remembered as not taken: more than are tried at a time
 
 
 class Circuits:

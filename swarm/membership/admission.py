@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from swarm.core.errors import NotInvited
 from swarm.core.ids import PeerId
+from swarm.core.wording import counted
 from swarm.dht.logic.blobs import Handover
 from swarm.membership.capability import ROLES, Grant, Grants, Rights, Role, check_rooted
 from swarm.membership.invite import RunIdentity
@@ -248,7 +249,7 @@ class Admission:
                 continue
             last = max(uses.signed_s, key=lambda peer: (uses.signed_s[peer], peer))
             if (standing.signed_s, holder) > (uses.signed_s[last], last):
-                peers = "1 peer" if grant.uses == 1 else f"{grant.uses} peers"
+                peers = counted(grant.uses, "peer")
                 text = (
                     f"this invite was for {peers} and is used up. Ask for another one: each process that "
                     "runs at the same time takes a use"

@@ -5,6 +5,7 @@ machine; on the internet those at which other peers have called it back.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from swarm.core.ids import Address, Contact, PeerId
 from swarm.core.notify import ChangeEvent
 from swarm.core.standing import PeerStanding
 from swarm.net.channels import Channels
+from swarm.net.dial import resolve
 from swarm.net.dialback import DIAL_BACK, DIAL_S
 from swarm.net.hello import Introduction
 from swarm.net.listening import WILDCARDS, machine_addresses
@@ -39,6 +41,14 @@ class OwnAddresses:
     listening: tuple[str, int] | None = None  # host and port; None: it does not listen
     given: tuple[Address, ...] = ()  # given by the user; they are trusted to work, so no peer is asked
     named: tuple[Contact, ...] = ()  # peers that the user, or an invite, gave
+
+
+@dataclass(frozen=True, slots=True)
+class GivenCheck:
+    """The answers of other peers about the addresses that the user has given."""
+
+    failures: tuple[str, ...] = ()  # a sentence for each at which they do not reach this peer
+    untried: tuple[str, ...] = ()  # "host:port" of each that no asked peer has called
 
 
 class Announcing:
@@ -227,28 +237,35 @@ class Announcing:
             return None
         return bool(reply.reached)
 
-    async def given_in_vain(self) -> list[str]:
-        """Let other peers call the addresses that the user has given. Return a sentence for each at which
-        they do not reach this peer; none where nobody of the internet can be asked.
+    async def check_given(self) -> GivenCheck:
+        """Let other peers call the addresses that the user has given. A peer calls this one only once in a
+        while, so that each is asked about one address. Where nobody of the internet can be asked, no address
+        counts as untried.
         """
         candidates = self._candidates() if self._is_seen else []
-        found = []
-        for address in self._own.given if candidates else ():
+        if not candidates:
+            return GivenCheck()
+        failures, untried = [], []
+        for address in self._own.given:
             place, scope = f"{address.host}:{address.port}", scope_of(address.host)
             if scope is not None and scope < Scope.INTERNET:
-                found.append(f"peers of the internet do not dial {place}")
+                failures.append(f"peers of the internet do not dial {place}")
                 continue
             asked = self._machine.choose(candidates)
+            candidates = [one for one in candidates if one not in asked]
             async with asyncio.TaskGroup() as group:
                 asking = [group.create_task(self._ask(contact, address.port)) for contact in asked]
+            hosts: list[str] = []
+            with contextlib.suppress(OSError):  # a name that does not exist, at which nobody can call
+                hosts = [host for host, _ in await resolve(address)]
             # they call the address that they see; another one of this machine cannot be tried
-            answers = [
-                one[0] for task in asking if (one := task.result()) and one[0].observed == address.host
-            ]
-            if answers and not any(one.reached for one in answers):
+            answers = [one[0] for task in asking if (one := task.result()) and one[0].observed in hosts]
+            if not answers:
+                untried.append(place)
+            elif not any(one.reached for one in answers):
                 names = ", ".join(one.peer.short for one in answers[:_NAMES_MAX])
-                found.append(f"{names} called {place} in vain")
-        return found
+                failures.append(f"{names} called {place} in vain")
+        return GivenCheck(tuple(failures), tuple(untried))
 
     async def close(self) -> None:
         """Give a forwarded port back to the router."""

@@ -200,7 +200,7 @@ class _Race:
     async def _endpoints(self, address: Address) -> list[Endpoint]:
         """Return the endpoints of this address. Without any, note the reason and return an empty list."""
         try:
-            resolved = await _resolve(address)
+            resolved = await resolve(address)
         except OSError as error:
             self._failures[address] = f"the name cannot be resolved ({error.strerror or error})"
             return []
@@ -226,7 +226,7 @@ def _where(address: Address | None) -> str:
     return "the other end of a relay" if address is None else address.multiaddr
 
 
-async def _resolve(address: Address) -> list[tuple[str, int]]:
+async def resolve(address: Address) -> list[tuple[str, int]]:
     """Return IP addresses of the one family that the system prefers. Names are resolved here, so that the
     sockets of this node are known (swarm.runtime.fork).
     """

@@ -13,6 +13,7 @@ from swarm.core.errors import SwarmError
 from swarm.core.identity import Identity
 from swarm.core.ids import Contact
 from swarm.core.notify import ChangeEvent
+from swarm.core.wording import counted
 from swarm.net.scope import Scope, scope_of
 from swarm.reach.on_demand import Libp2p
 
@@ -57,7 +58,7 @@ class Rendezvous:
                 servers = await self._provide(runs, own, bootstrap)
             except SwarmError as error:
                 return False, f"{runs[0]} cannot be found by its name: {error}"
-            at = f"{servers} server{'s' if servers != 1 else ''}"
+            at = counted(servers, "server")
             return True, f"others can find {runs[0]} by its name at {at} of the libp2p DHT"
         return None, ""
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from averaging.optim.progress.logic.punctuality import longest_step
 from swarm.core.device import is_out_of_memory, release_cached_memory
 from swarm.core.errors import SwarmError
+from swarm.core.wording import counted
 from swarm.run.events import Emit, Notice
 from swarm.run.task import Draw, TaskData
 
@@ -108,7 +109,7 @@ class MicroBatches:
         self.emit(
             Notice(
                 text=f"{what} does not fit into the memory of {self.device}: "
-                f"training with {self.samples_max} sample{'s' if self.samples_max > 1 else ''} at a time "
+                f"training with {counted(self.samples_max, 'sample')} at a time "
                 f"instead of {before}"
             )
         )

@@ -42,15 +42,18 @@ def until_answered(caller: Process, contact: list[str], timeout_s: float = 60.0)
         time.sleep(0.05)
 
 
+@pytest.mark.parametrize("place", [0, 1])  # calls go through one of the two
 @pytest.mark.parametrize("lost", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
-def test_calls_go_through_the_other_relay_when_one_is_lost(lost: signal.Signals, internet: Internet) -> None:
+def test_calls_go_through_the_other_relay_when_one_is_lost(
+    lost: signal.Signals, place: int, internet: Internet
+) -> None:
     """How soon, is in tests/sim/test_libp2p_round_trips.py and in the benchmarks, which no load disturbs."""
     relays, address = two_relays(internet)
     caller, callee = (peer(internet, name, "symmetric", address) for name in ("a", "b"))
     contact = contact_of(callee, ways=2)
     until_answered(caller, contact)
     before = callee.seen()
-    relays[0].send(lost)
+    relays[place].send(lost)
     until_answered(caller, contact)
     callee.wait(
         "one relay", lambda event: event["event"] == "reach" and len(event["contact"]) == 2, since=before

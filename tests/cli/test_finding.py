@@ -107,7 +107,7 @@ def test_a_run_is_joined_again_by_its_name_through_the_peers_that_were_reached()
     signed = kept("bytelm")
     addresses = remember(signed, 1, 2, 3)
     for name in ("bytelm", signed.full_name, signed.run_id):
-        entry = remembered_entry(name, None, None)
+        entry = remembered_entry(name, None, None, role="train")
         assert (list(entry.bootstrap), entry.run) == (addresses, signed.full_name)
 
 
@@ -121,11 +121,11 @@ def test_a_name_that_fits_several_runs_says_which() -> None:
     first, second = kept("bytelm"), kept("bytelm", owner=Identity.generate())
     remember(first, 1)
     with pytest.raises(UsageError, match="2 runs match") as caught:
-        remembered_entry("bytelm", None, None)
+        remembered_entry("bytelm", None, None, role="train")
     assert first.full_name in str(caught.value)
     assert second.full_name in str(caught.value)
-    assert remembered_entry("bytelm", first.full_name, None).run == first.full_name
-    assert remembered_entry(first.run_id, None, None).run == first.full_name
+    assert remembered_entry("bytelm", first.full_name, None, role="train").run == first.full_name
+    assert remembered_entry(first.run_id, None, None, role="train").run == first.full_name
 
 
 def test_an_unknown_name_and_a_run_without_known_peers_are_reported_in_one_sentence_each(
@@ -146,12 +146,12 @@ def test_an_invited_run_is_joined_again_with_the_identity_that_was_invited(tmp_p
     terms = Terms(roles=("train",), uses=1, lifetime_s=3600.0)
     invite = make_invite(identity_of(signed), OWNER, (), terms, now_s=time.time())
     with pytest.raises(UsageError, match="needs an invite"):
-        remembered_entry("closed", None, str(tmp_path / "holder"))
+        remembered_entry("closed", None, str(tmp_path / "holder"), role="train")
     save_capability(specifications_folder(), RunMembership(invite, holder.peer_id, (), time.time))
     for identity in (None, "new"):
         with pytest.raises(UsageError, match="needs an invite"):
-            remembered_entry("closed", None, identity)
-    entry = remembered_entry("closed", None, str(tmp_path / "holder"))
+            remembered_entry("closed", None, identity, role="train")
+    entry = remembered_entry("closed", None, str(tmp_path / "holder"), role="train")
     entrance = Entrance.of(entry.bootstrap)
     assert entry.bootstrap[1:] == (address,)
     assert RunMembership(entrance.invite, holder.peer_id, (), time.time).run_id == signed.run_id
@@ -168,16 +168,16 @@ def test_an_invited_run_is_rejoined_with_a_stored_identity_that_is_not_in_use() 
     for file in files:
         with closing(Identity.load(file)) as one:
             save_capability(specifications_folder(), RunMembership(invite, one.peer_id, (), time.time))
-    entry = remembered_entry("closed", None, None)
+    entry = remembered_entry("closed", None, None, role="train")
     assert entry.identity == str(files[0])
     own = open_entry_identity(entry.identity, entry.bootstrap, "train")
     assert own.peer_id == Identity.read(files[0]).peer_id
-    other = remembered_entry("closed", None, None).identity
+    other = remembered_entry("closed", None, None, role="train").identity
     assert other is not None
     with closing(own), closing(Identity.load(other)) as second:
         assert second.peer_id == Identity.read(files[1]).peer_id
         with pytest.raises(UsageError, match="is using the identity file"):
-            remembered_entry("closed", None, None)
+            remembered_entry("closed", None, None, role="train")
 
 
 def test_the_only_run_of_the_network_is_joined_through_its_peers(around: list[NearbyRun]) -> None:

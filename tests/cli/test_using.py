@@ -17,12 +17,12 @@ from rich.console import Console
 
 from swarm.cli.commands import swarm
 from swarm.cli.identity import open_entry_identity, own_peers
-from swarm.cli.options import own_port
+from swarm.cli.options import listen_at
 from swarm.cli.render.live import LiveOutput
 from swarm.cli.render.monitor import ScreenState, Trends, headline, render_screen
 from swarm.cli.render.volunteer import VolunteerPresentation
 from swarm.core.identity import Identity
-from swarm.core.ids import Contact, PeerId
+from swarm.core.ids import Address, Contact, PeerId
 from swarm.dht.logic.clock_offset import ClockOffset
 from swarm.membership.invite import RunIdentity, Terms, make_invite
 from swarm.monitor.logic.model import Model
@@ -178,16 +178,20 @@ def test_an_identity_is_shown_while_a_volunteer_uses_it(tmp_path: Path) -> None:
 def test_a_command_listens_on_the_same_port_when_it_is_started_again() -> None:
     """Invites name it: with a free port each time, an invite in a mail was of no use after a restart."""
     own = Identity.generate().peer_id
-    first = own_port("127.0.0.1:0", own)
+    near = Contact(own, (Address("127.0.0.1", 4000),))
+    first = listen_at(None, (), [near], own)
     assert first is not None
-    assert own_port("127.0.0.1:0", own) == first
-    assert 24_000 <= int(first.rpartition(":")[2]) < 32_000
-    assert own_port("127.0.0.1:4000", own) == "127.0.0.1:4000"
-    assert own_port(None, own) is None
+    assert first == listen_at(None, (), [near], own)
+    host, _, port = first.rpartition(":")
+    assert host == "127.0.0.1"
+    assert 24_000 <= int(port) < 32_000
+    assert listen_at(None, (), (), own) == f"0.0.0.0:{port}"
+    assert listen_at("127.0.0.1:4000", (), (), own) == "127.0.0.1:4000"
+    assert listen_at("none", (), (), own) is None
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", int(first.rpartition(":")[2])))
+        taken.bind((host, int(port)))
         taken.listen()
-        assert own_port("127.0.0.1:0", own) == "127.0.0.1:0"
+        assert listen_at(None, (), [near], own) == "127.0.0.1:0"
 
 
 def test_an_invite_whose_peers_do_not_answer_is_not_printed_and_says_what_to_do() -> None:

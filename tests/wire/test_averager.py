@@ -207,7 +207,7 @@ def test_a_lone_peer_gets_a_result_at_once(nodes: list[Node]) -> None:
         averager.step()
         began_s = time.monotonic()
         result = averager.step(timeout_s=30.0)
-        assert time.monotonic() - began_s < 0.5
+        assert time.monotonic() - began_s < 3.0, "not the 30 s in which others might come"
     assert (result.failed, result.reason, result.attempts) == (True, "alone", 0)
     assert torch.equal(tensor, torch.arange(4.0))
 

@@ -69,7 +69,7 @@ def test_starting_and_closing_a_node_is_fast() -> None:
     with Node(listen=HERE) as bootstrap:
         started_s = time.monotonic()
         node = Node(bootstrap.addresses, listen=HERE)
-        assert time.monotonic() - started_s < 0.5, "0.05 s on a quiet machine"
+        assert time.monotonic() - started_s < 2, "0.05 s on a quiet machine"
         node.wait_joined(15)
         started_s = time.monotonic()
         node.close()
@@ -104,7 +104,7 @@ def test_an_unresponsive_bootstrap_address_delays_neither_start_nor_close() -> N
         address = f"/ip4/127.0.0.1/tcp/{hole.getsockname()[1]}/p2p/{Identity.generate().peer_id}"
         started_s = time.monotonic()
         node = Node(address, listen=HERE)
-        assert time.monotonic() - started_s < 1
+        assert time.monotonic() - started_s < 2
         started_s = time.monotonic()
         node.close()
         assert time.monotonic() - started_s < 2

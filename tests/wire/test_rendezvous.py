@@ -70,10 +70,10 @@ def test_a_node_is_found_by_the_name_and_the_id_of_its_run(server: DhtServer) ->
         node.network.loop.call_soon_threadsafe(lambda: asyncio.ensure_future(providing))
         assert told.result(20.0) == "others can find bytelm by its name at 1 server of the libp2p DHT"
         for name in ("bytelm", "a" * 20, f"bytelm@{'a' * 20}"):
-            entry = given_entry([name], None, None, [server.contact])
+            entry = given_entry([name], None, None, [server.contact], role="train")
             assert entry is not None
             assert (list(entry.bootstrap), entry.run) == (node.addresses, name)
-        entry = given_entry(["/ip4/x"], "bytelm", None, [server.contact])
+        entry = given_entry(["/ip4/x"], "bytelm", None, [server.contact], role="train")
         assert entry is not None
         assert entry.bootstrap == ("/ip4/x", *node.addresses)
 
@@ -99,9 +99,9 @@ def test_a_server_that_does_not_answer_is_named_in_a_sentence(server: DhtServer)
     nobody = Contact(Identity.generate().peer_id, (Address(HERE, 1),))
     began_s = time.monotonic()
     with pytest.raises(NetworkError, match=f"no peer of the libp2p DHT answers: {nobody.peer_id.short}"):
-        given_entry(["bytelm"], None, None, [nobody])
+        given_entry(["bytelm"], None, None, [nobody], role="train")
     assert time.monotonic() - began_s < 10.0
 
 
 def test_addresses_that_were_found_enter_a_run_that_this_machine_never_saw() -> None:
-    assert remembered_entry("bytelm", None, None, ["/ip4/x"]).bootstrap == ("/ip4/x",)
+    assert remembered_entry("bytelm", None, None, ["/ip4/x"], role="train").bootstrap == ("/ip4/x",)

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from swarm.cli.render.output import Output, Presentation
 from swarm.cli.render.text import sparkline
-from swarm.core.wording import size
+from swarm.core.wording import counted, size
 from swarm.monitor.logic.view import (
     LeaderView,
     MonitorEvent,
@@ -137,7 +137,7 @@ def headline(view: MonitorView) -> str:
     loss = f", loss {view.loss:.3f}" if view.loss is not None else ""
     held_out = f" (held out {view.validation_loss:.3f})" if view.validation_loss is not None else ""
     part = f", {100 * view.fraction:.0f} % of the next" if view.fraction is not None else ""
-    people = f"{view.peers_live} peer{'s' if view.peers_live != 1 else ''}"
+    people = counted(view.peers_live, "peer")
     return (
         f"epoch {view.epoch:,}{part}{loss}{held_out}, "
         f"{view.samples_per_s:,.0f} samples/s by {people}{_divided(view)}"
@@ -241,11 +241,11 @@ def _head(view: MonitorView, columns: int, state: ScreenState) -> list[Text]:
         title.append(f"  seen {_ago(view.link.age_s)} ago", style=style)
     elif view.link.entry_answers is False:
         title.append("  the entry peer is gone", style="yellow")
-    title.append(f"  {view.peers_live} peer{'' if view.peers_live == 1 else 's'}")
+    title.append(f"  {counted(view.peers_live, 'peer')}")
     if view.peers_quiet:
         title.append(f", {view.peers_quiet} silent", style="yellow")
     if view.strangers:
-        title.append(f", {view.strangers} stranger{'' if view.strangers == 1 else 's'}", style="dim")
+        title.append(f", {counted(view.strangers, 'stranger')}", style="dim")
     about = [run.description, f"{run.parameters:,} parameters" if run.parameters else "", run.mode, run.codec]
     text = view.link.text or " · ".join(filter(None, about))
     lines = [title, Text(f" {text}", style="yellow" if view.link.text else "dim")]
@@ -400,12 +400,7 @@ def _below(view: MonitorView, section: Section, rows: int) -> list[Text]:
     elif view.experts:
         for expert in view.experts[: rows - 1]:
             load = f"  load {_number(expert.load)}" if expert.load is not None else ""
-            lines.append(
-                Text(
-                    f" {expert.uid:<24} {expert.servers} server{'' if expert.servers == 1 else 's'}"
-                    f"{load}  {expert.text}"
-                )
-            )
+            lines.append(Text(f" {expert.uid:<24} {counted(expert.servers, 'server')}{load}  {expert.text}"))
     else:
         lines.append(Text("  no experts are declared", style="dim"))
     return lines[:rows]

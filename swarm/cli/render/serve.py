@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from swarm.cli.render.output import Presentation
+from swarm.core.wording import counted
 from swarm.membership.invite import is_invite
 from swarm.run.events import Event
 
@@ -102,7 +103,7 @@ def _served(event: Served) -> str:
     if len(event.experts) > _NAMES_SHOWN:
         names += f" and {len(event.experts) - _NAMES_SHOWN} more"
     resumed = f"; {len(event.resumed)} resumed from a checkpoint" if event.resumed else ""
-    count = f"{len(event.experts)} expert{'s' if len(event.experts) != 1 else ''}"
+    count = counted(len(event.experts), "expert")
     return "\n".join(
         (
             f"serving {count} on {event.device}: {names}{resumed}",

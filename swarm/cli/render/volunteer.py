@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from swarm.cli.render.output import Presentation
 from swarm.cli.render.text import sparkline
-from swarm.core.wording import duration, size
+from swarm.core.wording import counted, duration, size
 from swarm.dht.logic.blobs import version_text
 from swarm.run import events
 
@@ -69,7 +69,7 @@ class VolunteerPresentation(Presentation):
                 others = f"\nothers join with: {event.join_line}" if event.join_line else ""
                 return f"training on {event.device}, data: {event.data}{others}"
             case events.StateDownloaded():
-                donors = f"{event.donors} peer{'s' if event.donors != 1 else ''}"
+                donors = counted(event.donors, "peer")
                 avoided = "".join(f"\navoided {peer}: {why}" for peer, why in event.avoided.items())
                 return (
                     f"state of epoch {event.epoch}: {size(event.received_bytes)} from {donors} "
@@ -158,9 +158,7 @@ class VolunteerPresentation(Presentation):
         held_out = f"held out {self._validation:.3f}" if self._validation is not None else ""
         table.add_row("loss", loss, Text(sparkline(self._losses, _BAR)), held_out)
         peers = now.peers if now is not None else last.peers if last is not None else 0
-        table.add_row(
-            "samples/s", f"{rate:.0f}", f"{swarm_rate:.0f} by {peers} peer{'s' if peers != 1 else ''}"
-        )
+        table.add_row("samples/s", f"{rate:.0f}", f"{swarm_rate:.0f} by {counted(peers, 'peer')}")
         table.add_row(
             "sent", size(self._sent), f"last round {last.round_s:.2f} s" if last is not None else ""
         )
@@ -191,7 +189,7 @@ def _run_description(event: events.RunFound) -> str:
     people = (
         "nobody trains it at the moment"
         if not event.peers
-        else f"{event.peers} peer{'s' if event.peers > 1 else ''} training now"
+        else f"{counted(event.peers, 'peer')} training now"
     )
     memory = f"about {size(event.memory_bytes)}; {size(event.memory_free_bytes)} are free"
     if event.device_memory_bytes is not None:
@@ -223,8 +221,8 @@ def given(sums: Given) -> str:
 def _progress(event: events.TrainingProgress, target: int) -> str:
     of_target = f" of {target:,}" if target else ""
     return (
-        f"epoch {event.epoch + 1} so far: {event.swarm_samples:,}{of_target} samples by {event.peers} "
-        f"peer{'s' if event.peers != 1 else ''}, loss {event.loss:.3f}"
+        f"epoch {event.epoch + 1} so far: {event.swarm_samples:,}{of_target} samples by "
+        f"{counted(event.peers, 'peer')}, loss {event.loss:.3f}"
     )
 
 
@@ -234,7 +232,7 @@ def _epoch(event: events.EpochDone) -> str:
     return (
         f"epoch {event.epoch}: loss {event.loss:.3f}{validation}"
         f"  {event.samples_per_s:.0f} of {event.swarm_samples_per_s:.0f} samples/s"
-        f"  {event.peers} peer{'s' if event.peers != 1 else ''}"
+        f"  {counted(event.peers, 'peer')}"
         f"  sent {size(event.sent_bytes)}  round {event.round_s:.2f} s"
     )
 

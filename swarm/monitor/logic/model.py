@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from swarm.core.ids import PeerId
 from swarm.core.standing import PeerStanding
+from swarm.core.wording import counted
 from swarm.dht.logic.blobs import version_text
 from swarm.monitor.logic.eventlog import EventLog
 from swarm.monitor.logic.histories import EpochJumps, KnownLines, histories_of
@@ -118,7 +119,7 @@ class Model:
                 now_s,
                 "entry_lost",
                 "warning",
-                f"{link.entry} does not answer: watching through {_count(link.known, 'other peer')}",
+                f"{link.entry} does not answer: watching through {counted(link.known, 'other peer')}",
             )
         elif link.entry_answers and before.entry_answers is False:
             self.events.add(now_s, "entry_back", "good", f"{link.entry} answers again")
@@ -131,7 +132,7 @@ class Model:
                 now_s,
                 "link_back",
                 "good",
-                f"peers answer again: watching through {_count(link.known, 'peer')}",
+                f"peers answer again: watching through {counted(link.known, 'peer')}",
             )
 
     def on_run(self, run: RunView, now_s: float) -> None:
@@ -229,7 +230,7 @@ class Model:
         age_s = max(0.0, now_s - self._poll_s) if self._poll_s is not None else None
         text = link.text
         if status == "live" and link.entry_answers is False:
-            text = f"{link.entry} does not answer: watching through {_count(link.known, 'other peer')}"
+            text = f"{link.entry} does not answer: watching through {counted(link.known, 'other peer')}"
         elif status == "late":
             text = f"no answer for {age_s:.0f} s: the values are old"
         return LinkView(
@@ -342,7 +343,7 @@ class Model:
         given_up = new.epochs_given_up - old.epochs_given_up if old is not None and new is not None else 0
         if given_up > 0:
             text = f"{self._name_of(peer)} is in the history of the others again"
-            epochs = _count(given_up, "epoch")
+            epochs = counted(given_up, "epoch")
             self._add_event(
                 now_s, "reunion", "warning", f"{text}: it gave up {epochs} made without them", peer
             )
@@ -460,7 +461,7 @@ class Model:
             if len(accusers) > known and known in (0, 1):
                 who = next((peer for peer in self._peers if str(peer) == accused), None)
                 name = self._name_of(who) if who is not None else accused[-8:]
-                text = f"{name} was caught lying as a reducer, by {_count(len(accusers), 'peer')}"
+                text = f"{name} was caught lying as a reducer, by {counted(len(accusers), 'peer')}"
                 self.events.add(now_s, "lied", "bad", text, accused)
             self._accused[accused] = max(known, len(accusers))
         for one in self._rounds.latest():
@@ -478,7 +479,3 @@ class Model:
         known = self._peers.get(peer)
         name = known.records.metrics.name if known is not None and known.records.metrics is not None else ""
         return f"{name} ({peer.short})" if name else peer.short
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
