@@ -18,6 +18,7 @@ from moe.server.activations import ActivationCache
 from moe.server.batches import concatenate, split
 from moe.server.devices import using
 from moe.server.learning import ExpertLearner, OptimizerFactory, ScheduleFactory, StepRefused
+from moe.server.logic.joint_counts import steps_due
 from moe.server.logic.lineage import CommonVersion, ExpertLineage
 from moe.server.norm_statistics import unchanged_statistics
 from moe.server.schemas import schema_of
@@ -96,7 +97,7 @@ class Expert:
         self._target_batch_size = 0
         self._gathered = 0  # samples whose gradients wait for a step of the target batch
         self.is_joint = False  # `moe.server.joint_steps` makes its steps, with its replicas
-        self._carried = 0  # samples of the last joint step beyond its target, which count for the next one
+        self._carried = 0  # samples of the last step beyond its target, which count for the next one
         self._past: tuple[CommonVersion, ...] = ()  # the last versions in common with replicas
         # its state is one of its replicas: it was averaged with them, or taken over by this server or another
         self.settled = False
@@ -208,9 +209,8 @@ class Expert:
     @property
     def target_batch_size(self) -> int:
         """Return the number of samples of one step: gradients of backward passes are added up until they are
-        of that many, so that the number of steps does not depend on how requests meet. A pass that completes
-        a target batch goes beyond it if its size does not divide it. 0, the default: one step for each batch
-        of requests, whatever its size. It can be set, from the next step on.
+        of that many, so the number of steps does not depend on how requests meet. Samples beyond the target
+        count for the next step. 0, the default: one step for each batch of requests. It can be set.
         """
         return self._target_batch_size
 
@@ -321,9 +321,8 @@ class Expert:
         """
         if self.counted < self._target_batch_size or not self._gathered:
             return False
-        self._gathered = self._carried = 0
         with using(self.device), contextlib.suppress(StepRefused):
-            self.version += self._learner.step_gathered()
+            self.version += self._step_gathered()
         self._activations.clear()
         return True
 
@@ -335,14 +334,16 @@ class Expert:
         """Return a number that changes whenever the gradients of backward passes were used."""
         return 0 if self.frozen else self.samples
 
-    def _gather(self) -> bool:
-        """Add the accumulated gradients to the target batch, and make its step when it is complete."""
+    def _gather(self) -> int:
+        """Add the accumulated gradients to the target batch, and make its steps when it is complete."""
         self._learner.gather()
         self._gathered += self._accumulated
-        if self.is_joint or self.counted < self.target_batch_size:
-            return False
-        self._gathered = self._carried = 0
-        return self._learner.step_gathered()
+        return 0 if self.is_joint or self.counted < self.target_batch_size else self._step_gathered()
+
+    def _step_gathered(self) -> int:
+        steps, carried = steps_due(self.counted, self.target_batch_size)
+        self._gathered, self._carried = 0, carried
+        return self._learner.step_gathered(steps)
 
     def discard(self) -> None:
         """Discard the accumulated gradients."""

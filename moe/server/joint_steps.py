@@ -38,6 +38,7 @@ from moe.server.logic.joint_counts import (
     JointCounts,
     RoundVerdict,
     judge,
+    steps_due,
 )
 from moe.server.logic.lineage import NAME_BYTES, VERSION_MAX, donors
 from moe.server.logic.others_gradients import LONGER_MAX, OwnGradients, mean_norm, others_norm
@@ -64,7 +65,6 @@ _ROUND_TIMEOUT_S = 10.0
 _ROUNDS_MAX = 2  # failed rounds with the same replicas, after which this one steps without them
 _PAUSE_S = 0.2  # pause before a replica that could not catch up tries again
 _GROUP_SIZE = 32
-_STEPS_MAX = 8  # steps in one round
 # gradients of one step are as in one process; they are no larger than the parameters, once per step
 _CODEC = "float32"
 _ROUNDS_AT_ONCE_MAX = 64
@@ -412,12 +412,9 @@ class JointExpert:
 
     def _steps_due(self, samples: int, first: PeerId) -> tuple[int, int]:
         """Return how many steps a batch of this size is for, and how many samples this replica carries
-        over: the first one of the group does for all. It is more than one step where replicas admitted passes
-        at the same moment.
+        over: the first one of the group does for all.
         """
-        target = self.expert.target_batch_size
-        steps = min(max(samples // target, 1), _STEPS_MAX)
-        left = min(max(samples - steps * target, 0), target - 1)
+        steps, left = steps_due(samples, self.expert.target_batch_size)
         return steps, left if first == self._node.peer_id else 0
 
 

@@ -92,14 +92,22 @@ class ExpertLearner:
                 self._gathered[place] = gradient.to(master.dtype, copy=True)
         self.discard()
 
-    def step_gathered(self) -> bool:
-        """Make one step with the gathered gradients, which are forgotten, also where the step is refused. As
-        `step`.
+    def step_gathered(self, steps: int) -> int:
+        """Make `steps` steps with the gathered gradients, divided among them, and return how many were made.
+        The gradients are forgotten, also where a step is refused. Raises StepRefused when the first one is.
         """
         gathered, self._gathered = self._gathered, {}
-        for place, gradient in gathered.items():
-            self.masters[place].grad = gradient
-        return self._step()
+        for number in range(steps):
+            for place, gradient in gathered.items():
+                self.masters[place].grad = gradient / steps if steps > 1 else gradient
+            try:
+                if not self._step():
+                    return number
+            except StepRefused:
+                if not number:
+                    raise
+                return number
+        return steps
 
     def take_gathered(self) -> dict[int, torch.Tensor]:
         """Return the gathered gradients, by the number of their parameter, and gather new ones from now

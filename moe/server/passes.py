@@ -57,7 +57,7 @@ class BatchPass:
         for job in jobs:
             if left <= 0:
                 parts.append([])
-                left = expert.target_batch_size
+                left = expert.target_batch_size - -left % expert.target_batch_size  # the rest is carried over
             parts[-1].append(job)
             left -= job.batch
         return parts

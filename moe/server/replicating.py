@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import random
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -27,6 +28,7 @@ from moe.server.expert import Expert
 from moe.server.logic.lineage import NAME_BYTES, donors, next_version
 from moe.server.logic.turns import is_due, turns_for
 from moe.server.replica_states import ReplicaLineage, ReplicaStates
+from swarm.core.backoff import Backoff
 from swarm.core.errors import SwarmError, UsageError
 from swarm.core.ids import PeerId
 
@@ -42,6 +44,10 @@ _GROUP_SIZE = 8
 _CODEC = "float16"
 _READ_TIMEOUT_S = 5.0
 _UNSETTLED_PERIODS = 10  # a server that was alone for this long continues from its own state
+# A server that starts asks again for states that replicas did not give, after these pauses. It does not wait
+# longer, since a hostile one never gives its state.
+_TAKE_OVER_S = 60.0
+_PAUSE_FIRST_S, _PAUSE_S_MAX = 0.5, 8.0
 _TAKEN_OVER_AT_ONCE = 4  # states: each is in memory twice for a moment
 
 _Others = Mapping[ExpertUid, list[ExpertReplica]]
@@ -68,13 +74,22 @@ class Replicating:
 
     async def take_over(self) -> None:
         """Take over the states of experts that other servers host, too, where theirs are better. Call this
-        before this server's own experts are declared.
+        before this server's own experts are declared. While replicas answer and give no state, they are asked
+        again: callers would train random weights.
         """
-        try:
-            others = await self._find_others(self._learning)
-            await self._take_over(others, await self._states.lineages(others), is_declared=False)
-        except SwarmError as error:
-            _log.info("replicas of this server's experts were not found: %s", error)
+        loop, uids = asyncio.get_running_loop(), self._learning
+        until_s, pauses = loop.time() + _TAKE_OVER_S, Backoff(_PAUSE_FIRST_S, _PAUSE_S_MAX, random)
+        while True:
+            try:
+                others = await self._find_others(uids)
+                uids = await self._take_over(others, await self._states.lineages(others), is_declared=False)
+            except SwarmError as error:
+                _log.info("replicas of this server's experts were not found: %s", error)
+                return
+            pause_s = pauses.next_s()
+            if not uids or loop.time() + pause_s > until_s:
+                return
+            await asyncio.sleep(pause_s)
 
     async def run(self) -> None:
         """Average once per period, for as long as the server runs."""
@@ -136,8 +151,11 @@ class Replicating:
         }
         return {uid: replicas for uid, replicas in others.items() if replicas}
 
-    async def _take_over(self, others: _Others, lineages: _Lineages, *, is_declared: bool) -> None:
-        slots = asyncio.Semaphore(_TAKEN_OVER_AT_ONCE)
+    async def _take_over(self, others: _Others, lineages: _Lineages, *, is_declared: bool) -> list[ExpertUid]:
+        """Take over the states that are better than this server's, and return the experts of which nobody
+        gave one.
+        """
+        slots, failed = asyncio.Semaphore(_TAKEN_OVER_AT_ONCE), list[ExpertUid]()
 
         async def take_over(uid: ExpertUid) -> None:
             theirs = {peer: one.lineage for peer, one in lineages[uid].items()}
@@ -154,10 +172,15 @@ class Replicating:
             # that is behind never counts.
             if not taken or len(others[uid]) > 1:
                 self._receiving.add(uid)
+            else:
+                self._receiving.discard(uid)
+            if not taken:
+                failed.append(uid)
 
         async with asyncio.TaskGroup() as tasks:
             for uid in others:
                 tasks.create_task(take_over(uid))
+        return failed
 
     def _weight(self, uid: ExpertUid, others: int, lineages: Mapping[PeerId, ReplicaLineage]) -> float:
         """Return the weight in the next round: 0 only receives. Its size matters only between two

@@ -90,6 +90,31 @@ def test_steps_do_not_depend_on_how_requests_meet(batches: list[int]) -> None:
         assert torch.allclose(found, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "meet"),
+    [
+        ([24] * 16, [1] * 16),
+        ([24] * 16, [2] * 8),
+        ([24] * 16, [16]),
+        ([24, 8] * 12, [1] * 24),
+        ([24] * 12 + [8] * 12, [1] * 24),
+        ([24] * 12 + [8] * 12, [7, 17]),
+        ([96] * 4, [1, 3]),
+    ],
+    ids=["alone", "pairs", "all", "in-turns", "one-after-the-other", "two", "larger-than-the-target"],
+)
+def test_the_number_of_steps_follows_from_the_samples_alone(sizes: list[int], meet: list[int]) -> None:
+    """Regression: what a pass had beyond the target was dropped, so passes of 24 samples made 8 steps instead
+    of 12, and two callers' micro-batches of 24 and 8 made 9 or 12 steps, in the order in which they came.
+    """
+    one = expert(32)
+    rest = jobs(one, sizes)
+    for count in meet:
+        assert not any(compute(one, [rest.pop(0) for _ in range(count)]))
+    assert (one.version, one.samples) == (12, 384)
+    assert one.samples_to_step == 32
+
+
 def test_a_bad_pass_is_left_out_of_the_target_batch() -> None:
     hurt, spared = expert(16), expert(16)
     good = jobs(hurt, [8, 8])

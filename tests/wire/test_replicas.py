@@ -18,6 +18,7 @@ from moe.protocol import methods
 from moe.protocol.declarations import ExpertReplica
 from moe.server.logic import turns
 from moe.server.replica_states import ReplicaStates
+from swarm.core.errors import PeerError
 from swarm.net.rpc import Stream
 from swarm.wire.expert_pb2 import ExpertStateReply
 from tests.wire.expert_pair import UID, expert, network
@@ -111,6 +112,28 @@ def test_a_new_replica_has_the_whole_state_before_it_serves(fleet: Fleet) -> Non
         train(one, 3, seed=5)
     assert distance(values(newcomer), values(trained)) == 0.0
     assert torch.equal(newcomer.module[2].num_batches_tracked, trained.module[2].num_batches_tracked)
+
+
+def test_a_replica_is_not_declared_while_a_donor_fails_for_a_moment(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a newcomer whose donor had no memory for a copy was declared with random weights."""
+    trained = fresh(1)
+    train(trained, 20)
+    fleet.serve(trained)
+    give, failures = trained.state, [1, 2]
+
+    def fail_twice() -> Any:
+        if failures:
+            raise PeerError(f"there is no memory for a copy of the expert ({failures.pop()})")
+        return give()
+
+    monkeypatch.setattr(trained, "state", fail_twice)
+    newcomer = fresh(2)
+    fleet.serve(newcomer)
+    assert not failures
+    assert newcomer.version == 20
+    assert distance(values(newcomer), values(trained)) == 0.0
 
 
 def test_a_frozen_expert_takes_nothing_over(fleet: Fleet) -> None:
