@@ -96,7 +96,8 @@ class ExpertCheckpoints:
         return written
 
     def _load(self, uid: ExpertUid, expert: Expert) -> bool:
-        for path in self.generations(uid).newest_first():
+        older = Checkpoints(self.folder / str(uid) / _OLDER)
+        for path in (*self.generations(uid).newest_first(), *older.newest_first()):
             try:
                 checkpoint = read(path)
                 lineage, samples = _read_about(checkpoint)

@@ -60,7 +60,7 @@ _CREATE_S_MAX = 60.0  # for reading and publishing a specification, including re
     "--num-experts",
     type=options.BoundedInteger(1, 4096),
     default=None,
-    help="Host only this many: those that the grid needs most.",
+    help="Host only this many experts, or stages of a pipeline: those that the grid needs most.",
 )
 @click.option(
     "--memory",
@@ -166,6 +166,11 @@ _CREATE_S_MAX = 60.0  # for reading and publishing a specification, including re
     help="Compile the experts with torch.compile before they are served.",
 )
 @click.option(
+    "--autocast",
+    type=click.Choice(["bfloat16", "float16"]),
+    help="Compute the experts under torch.autocast; their parameters keep their type.",
+)
+@click.option(
     "--average-s",
     type=options.BoundedNumber(0),
     default=60.0,
@@ -195,8 +200,7 @@ def serve(context: click.Context, /, **given: Any) -> int:
     Examples:
       swarm serve --expert-class ffn --hidden-dim 1024 --experts 'ffn.[0:4].[0:4]'
       swarm serve ADDRESS
-      swarm serve ADDRESS --num-experts 16 --checkpoint ~/experts
-      swarm serve ADDRESS --memory 4G
+      swarm serve ADDRESS --memory 4G --checkpoint ~/experts
       swarm serve examples/grid.toml --listen 0.0.0.0:4000
       swarm serve swarm1... --experts 'block.[0:6]' --device cuda
       swarm serve ADDRESS --experts 'mine.[0:8]' --module mine.py --expert-class make_mine --lr 3e-4

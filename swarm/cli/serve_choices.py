@@ -76,6 +76,7 @@ class ServeChoices:
     checkpoint: Path | None
     keep_activations_mb: int
     is_compiled: bool
+    autocast: str | None
     average_s: float
     identity: str | None
     listen: str | None
@@ -193,6 +194,8 @@ class ServeChoices:
 
     def factory(self, grid: GridSpecification) -> ExpertFactory:
         """Return the factory of the grid's experts. Raise UsageError if this machine cannot make them."""
+        import torch
+
         from swarm.run.grid_experts import ExpertFactory
 
         return ExpertFactory(
@@ -201,6 +204,7 @@ class ServeChoices:
             module=self.module,
             keep_activations_bytes=self.keep_activations_mb << 20,
             is_compiled=self.is_compiled,
+            autocast=getattr(torch, self.autocast) if self.autocast else None,
         )
 
     def placing(self, grid: GridSpecification, node: Node, factory: ExpertFactory) -> Placing:

@@ -27,7 +27,7 @@ from swarm.net.bulk_calls import BULK, IS_SUPPORTED, MAGIC, encode_status
 from swarm.net.bulk_socket import BulkLost, BulkSocket, configure
 from swarm.net.callers import OpenCalls, RemoteCaller, caller_host
 from swarm.net.calls import ANSWER_S_MAX, Outcome
-from swarm.net.logic.sealing import SECRET_BYTES, TOKEN_BYTES, BulkSecret, FrameKind
+from swarm.net.logic.sealing import BODY_BYTES_MAX, SECRET_BYTES, TOKEN_BYTES, BulkSecret, FrameKind
 from swarm.net.rpc import Handlers
 from swarm.net.scope import prefix_of
 from swarm.net.throttle import Throttle
@@ -60,11 +60,12 @@ class _Broke(aio.BaseError):  # type: ignore[misc, unused-ignore]
 
 class BulkContext:
     """A stream on a bulk connection at its callee, with those methods of gRPC's context that handlers'
-    streams use.
+    streams use. Frames with a body of more than `body_bytes_max` end the connection before they are read.
     """
 
     def __init__(self, connection: BulkSocket) -> None:
         self._connection = connection
+        self.body_bytes_max = BODY_BYTES_MAX
 
     async def send_initial_metadata(self, metadata: object) -> None:
         """Do nothing: only gRPC needs it."""
@@ -72,7 +73,7 @@ class BulkContext:
     async def read(self) -> Any:
         """Return the next message. Raises aio.BaseError when the connection broke."""
         try:
-            kind, body = await self._connection.receive()
+            kind, body = await self._connection.receive(self.body_bytes_max)
         except BulkLost as lost:
             raise _Broke(str(lost)) from None
         if kind is not FrameKind.DATA:

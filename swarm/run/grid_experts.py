@@ -44,17 +44,19 @@ class ExpertFactory:
         module: Path | None,
         keep_activations_bytes: int,
         is_compiled: bool = False,
+        autocast: torch.dtype | None = None,
     ) -> None:
         """`device`: as `resolve_device` takes it. `module`: the user's own file that has the expert class.
         `keep_activations_bytes`: activations that each expert keeps for the backward pass instead of
         computing them again.
 
-        `is_compiled`: experts are compiled with `torch.compile` when they are made.
+        `is_compiled`: experts are compiled with `torch.compile` when they are made. `autocast`: as in
+        `swarm.Expert`.
 
         Raises UsageError when there is no such class, or no such device.
         """
         self._grid, self._keep_activations_bytes = grid, keep_activations_bytes
-        self._is_compiled = is_compiled
+        self._is_compiled, self._autocast = is_compiled, autocast
         self._class = expert_class(grid.expert_class, module)
         self._settings = ExpertSettings(hidden_dim=grid.hidden_dim, sequence_length=grid.sequence_length)
         self.device = resolve_device(device)
@@ -102,6 +104,7 @@ class ExpertFactory:
             clip_norm=clip_norm,
             device=self.device,
             keep_activations_bytes=self._keep_activations_bytes,
+            autocast=self._autocast,
         )
         expert.codecs = WireCodecs(**self._grid.codecs.model_dump())
         expert.update_norm_max = update_norm_max

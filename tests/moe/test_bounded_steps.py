@@ -60,6 +60,23 @@ def test_an_older_version_is_kept_for_the_case_that_callers_ruin_an_expert(tmp_p
     assert saved_names(tmp_path) == [uid]
 
 
+def test_an_older_version_is_loaded_where_both_generations_are_damaged(tmp_path: Path) -> None:
+    """Regression: the expert began again from its initial parameters, although an older version was there."""
+    uid = ExpertUid.parse("ffn.0")
+    one, again = (
+        Expert(torch.nn.Linear(4, 4), (torch.zeros(1, 4),), partial(torch.optim.SGD, lr=0.1))
+        for _ in range(2)
+    )
+    checkpoints = ExpertCheckpoints(tmp_path, {uid: one})
+    for _ in range(4):  # the first one is kept when its generation is gone
+        one.backward([(None, [torch.ones(2, 4)], [torch.ones(2, 4)])])
+        checkpoints.save()
+    for path in checkpoints.generations(uid).newest_first():
+        path.write_bytes(path.read_bytes()[:-1])
+    assert ExpertCheckpoints(tmp_path, {uid: again}).load() == [uid]
+    assert again.version == 1
+
+
 @pytest.mark.parametrize("wrong", [0, -1.0, float("nan")])
 def test_a_bound_is_above_0(wrong: float) -> None:
     one = Expert(torch.nn.Linear(4, 4), (torch.zeros(1, 4),))

@@ -293,6 +293,23 @@ def test_experts_may_be_compiled_before_they_are_served(monkeypatch: pytest.Monk
         assert torch.allclose(parameter, other, atol=1e-6)
 
 
+def test_experts_may_be_computed_under_autocast() -> None:
+    """Regression: `swarm.Expert` had it, and `swarm serve` did not."""
+    options = ["--experts", "ffn.[0:2]", "--hidden-dim", "64", "--autocast", "bfloat16"]
+    choices = ServeChoices.of(serve.make_context("serve", options))
+    offered = choices.offered()
+    assert offered is not None
+    uid = ExpertUid.parse("ffn.0")
+    one, plain = choices.factory(offered).make(uid), small_factory().make(uid)
+    assert (one.autocast, plain.autocast) == (torch.bfloat16, None)
+    x = torch.randn(4, 64)
+    (y,), (wanted,) = one.forward([x]), one.module(x).detach()[None]
+    assert y.dtype == torch.float32
+    assert not torch.equal(y, wanted)
+    assert torch.allclose(y, wanted, atol=0.05)
+    assert one.schema.digest == choices.factory(offered).make(ExpertUid.parse("ffn.1")).schema.digest
+
+
 def test_a_failing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def backend(graph: Any, examples: Any) -> Any:
         raise RuntimeError("no compiler was found")
