@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _TEXT_CHARACTERS_MAX = 500  # maximum length of an exception's text
+_OPTIONAL = frozenset({"metrics", "write_sample", "export", "build_optimizer"})  # methods that may be missing
 
 
 @contextlib.contextmanager
@@ -43,11 +44,22 @@ def explained(name: str, what: str) -> Iterator[None]:
 
 
 def _one_line(error: Exception) -> str:
-    """Return the text of an exception and where it was raised, on one line."""
+    """Return the text of an exception and where the task raised it, on one line."""
     text = " ".join(str(error).split())[:_TEXT_CHARACTERS_MAX]
     frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if len(frames) > 1 else ""
+    where = (
+        f" ({frames[-1].filename}, line {frames[-1].lineno})"
+        if frames[1:] and frames[-1].filename != __file__
+        else ""
+    )
     return f"{type(error).__name__}{': ' if text else ''}{text}{where}"
+
+
+def explained_of(owner: object, what: str) -> contextlib.AbstractContextManager[None]:
+    """Return the context `explained` for code that a task, or its data, has caused to run. `owner`: what
+    `guarded` returned; anything else is not a task's, and its exceptions pass.
+    """
+    return explained(owner._name, what) if isinstance(owner, _Guarded) else contextlib.nullcontext()
 
 
 def guarded(name: str, task: object) -> Task:
@@ -62,21 +74,44 @@ class _Guarded:
         self._name, self._inner = name, inner
 
     def __getattr__(self, attribute: str) -> Any:
-        value = getattr(self._inner, attribute)
+        if attribute in _OPTIONAL or attribute.startswith("__"):
+            value = getattr(self._inner, attribute)  # AttributeError says that the task has none
+        else:
+            with explained(self._name, f"failed in {attribute}"):
+                value = getattr(self._inner, attribute)
         if not callable(value):
             return value
 
         @functools.wraps(value)
         def call(*arguments: Any, **options: Any) -> Any:
             with explained(self._name, f"failed in {attribute}"):
-                result = value(*arguments, **options)
-                _check(attribute, result)
+                result = _checked(attribute, value(*arguments, **options))
             return _Guarded(self._name, result) if attribute == "load_data" else result
 
         return call
 
 
-def _check(method: str, result: Any) -> None:
-    """Raise TypeError if a loss cannot be differentiated by the training loop."""
-    if method == "loss" and (result.numel() != 1 or not result.requires_grad):
-        raise TypeError("it must return one number that depends on the model's parameters: a mean loss")
+def _checked(method: str, result: Any) -> Any:
+    """Return the result of a method, numbers as floats. Raise TypeError if it is not what callers need."""
+    if method == "describe":
+        from swarm.run.task import TaskDescription
+
+        if not isinstance(result, TaskDescription):
+            raise TypeError(f"it must return a swarm.TaskDescription, not {result!r:.60}")
+    elif method == "build_model":
+        import torch
+
+        if not isinstance(result, torch.nn.Module):
+            raise TypeError(f"it must return a torch.nn.Module, not {result!r:.60}")
+        if not any(one.requires_grad for one in result.parameters()):
+            raise TypeError("its model has no parameters to train")
+    elif method == "loss":
+        import torch
+
+        if not isinstance(result, torch.Tensor) or result.numel() != 1 or not result.requires_grad:
+            raise TypeError("it must return one number that depends on the model's parameters: a mean loss")
+    elif method == "validation_loss":
+        return float(result)
+    elif method == "metrics":
+        return {str(name): float(value) for name, value in result.items()}
+    return result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,13 @@ def test_every_swarm_command_of_the_recipes_is_accepted() -> None:
         command = swarm.get_command(click.Context(swarm), name)
         assert command is not None
         command.make_context(name, arguments, resilient_parsing=False)
+
+
+def test_recipes_install_the_clone_because_no_index_has_the_package() -> None:
+    recipes = "\n".join(path.read_text() for path in DEPLOY.iterdir() if path.is_file())
+    assert "not on the package index yet" in (DEPLOY.parent / "README.md").read_text()
+    assert "swarm-train" not in recipes
+    assert yaml.safe_load((DEPLOY / "skypilot.yaml").read_text())["workdir"] == "."
 
 
 def test_the_run_of_the_recipes_is_a_specification() -> None:
@@ -104,6 +112,19 @@ def test_the_dockerfile_pins_its_base_copies_what_exists_and_does_not_run_as_roo
         if name == "RUN" and "pip install" in rest:
             assert "--no-cache-dir" in rest
     assert [rest for name, rest in instructions if name == "USER"][-1] not in ("root", "0")
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_the_images_are_built_as_the_dockerfile_says_where_docker_is_at_hand() -> None:
+    root = DEPLOY.parent
+    shown = subprocess.run(
+        ["make", "--dry-run", "images"], cwd=root, capture_output=True, text=True, check=True
+    )
+    builds = [line for line in shown.stdout.splitlines() if line.startswith("docker build")]
+    said = re.findall(r"^#   (docker build .*?\.)(?:  |$)", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
+    assert builds == said
+    assert len(builds) == 2
+    assert "make images" in (root / ".ci" / "run").read_text()
 
 
 def test_the_address_of_an_entry_point_is_read_from_its_events(tmp_path: Path) -> None:
