@@ -340,14 +340,17 @@ class Channels:
         """Return a connection and count a call on it, since a connection without calls may be closed. Raises
         NotInvited for a peer that may not be called, or not with this method.
         """
-        if self._membership is not None:
-            self._membership.check_callee(contact.peer_id)
+        membership = self._membership
+        is_checked = membership is None or membership.may_call(contact.peer_id, method)
+        if membership is not None and not is_checked:
+            membership.check_callee(contact.peer_id)
         link = self._links.get((contact.peer_id, number))
         if link is None or link.connection is None or self._closed or not _alive(link.connection):
             link = await self._connect(contact, number, timeout_s)
+            is_checked = False  # the peer may have been admitted or revoked meanwhile
         assert link.connection is not None
-        if self._membership is not None:
-            self._membership.check_role(contact.peer_id, method)
+        if membership is not None and not is_checked:
+            membership.check_role(contact.peer_id, method)
         pooled = self._pooled[id(link.connection)]
         pooled.calls += 1
         return link, pooled

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 from collections.abc import Sequence
 
@@ -55,9 +56,15 @@ def test_a_lone_peer_is_its_own_replica() -> None:
     run_virtual(scenario())
 
 
-def test_a_newcomer_looks_its_neighbours_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_called", [False, True])
+def test_a_newcomer_looks_its_neighbours_up_once(is_called: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another newcomer may call it before the peer that it joins by has answered."""
     found: list[int] = []
-    find = Upkeep.find
+    find, ping = Upkeep.find, Overlay.ping
+
+    async def busy(self: Overlay, of: PeerId, contact: Contact) -> bool:
+        await asyncio.sleep(0.5 if contact.peer_id == of else 0.0)
+        return await ping(self, contact)
 
     async def counted(self: Upkeep, target: int, wanted: int | None = None) -> tuple[Contact, ...]:
         found.append(target)
@@ -68,7 +75,13 @@ def test_a_newcomer_looks_its_neighbours_up_once(monkeypatch: pytest.MonkeyPatch
         services = await swarm_of(network, 6)
         found.clear()
         newcomer = service_of(network.peer())
-        await newcomer.join([services[0].own()])
+        monkeypatch.setattr(
+            newcomer.overlay, "ping", functools.partial(busy, newcomer.overlay, services[0].peer_id)
+        )
+        async with asyncio.TaskGroup() as group:
+            group.create_task(newcomer.join([services[0].own()]))
+            if is_called:
+                await services[1].ping(newcomer.own())
         await asyncio.sleep(60)
         assert found.count(newcomer.overlay.own_id_number) == 1
         assert len(newcomer.overlay.table) == 6
