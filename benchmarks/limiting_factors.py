@@ -178,10 +178,6 @@ LIMITED_BY: dict[str, str] = {
     "state-1-donor": _STATE_MOVED,
     "state-3-donors": _STATE_MOVED,
     "convergence-bytes-diloco-int2-with-error-feedback": _STALE_FEEDBACK,
-    "untrained-fewest-bytes": (
-        "the number of rounds in 600 steps: Muon with int2 ends 2.05 % above synchronous AdamW with H = 30 "
-        "(425 times fewer bytes) and 3.5 % with H = 50 (708 times); longer trainings were not tried."
-    ),
     "codec-3-int8-1-encode": _CODEC_CALLS,
     "codec-4-int4-1-encode": _CODEC_CALLS,
     "frozen-stall": (
