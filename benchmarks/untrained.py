@@ -38,7 +38,7 @@ _BETAS = (0.9, 0.95)
 Inner = Literal["AdamW", "Muon"]
 # AdamW: the better one of 3e-3 and 6e-3 with synchronous rounds, against which all are compared
 RATES: dict[Inner, float] = {"AdamW": 3e-3, "Muon": 6e-3}
-# Muon: the best of (0.8, 0.4), (1.0, 0.4), (0.9, 0.5) and (1.0, 0.6) with int2 and H = 30. AdamW takes smaller
+# Muon: the best of (0.8, 0.4), (1.0, 0.4), (0.9, 0.5) and (1.0, 0.6) with int2 and H = 30. AdamW takes small
 # outer steps: with (1.0, 0.5), float32 and H = 15 it ends 14 % above synchronous AdamW, with these 10 %.
 OUTER: dict[Inner, Diloco] = {
     "AdamW": Diloco(outer_lr=0.8, momentum=0.4),
