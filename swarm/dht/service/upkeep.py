@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import random
 from collections.abc import Sequence
 
@@ -55,8 +54,7 @@ class Upkeep:
         self._rejoin_candidates = RejoinCandidates(rng)
         self._remembered = frozenset[PeerId]()  # contacts of an earlier run, which may be gone
         self._attempts = 0  # attempts to join in progress
-        self._book_sampled_s = 0.0
-        self._neighbours_looked_up_s = -math.inf  # a clock may be younger than the interval
+        self._book_sampled_s = self._neighbours_looked_up_s = 0.0
         self.join_attempted = asyncio.Event()  # a peer is known, or no peer answered the first attempt
         self.clock_problem: str | None = None
         overlay.observe(self)
@@ -160,8 +158,7 @@ class Upkeep:
                 group.create_task(self._overlay.ping(contact))
             for contact in self._due_candidates(now_s):
                 group.create_task(self._query_candidate(contact))
-        # an attempt to join that is in progress looks them up
-        if now_s - self._neighbours_looked_up_s >= NEIGHBOUR_LOOKUP_INTERVAL_S and not self._attempts:
+        if now_s - self._neighbours_looked_up_s >= NEIGHBOUR_LOOKUP_INTERVAL_S:
             self._neighbours_looked_up_s = now_s
             await self.find(overlay.own_id_number)
         for target in overlay.table.stale_ids(now_s - BUCKET_REFRESH_S, self._rng)[:_REFRESHES_MAX]:
