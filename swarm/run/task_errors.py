@@ -8,14 +8,11 @@ import contextlib
 import functools
 import logging
 import traceback
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from swarm.core.device import is_device_failure, is_out_of_memory
 from swarm.core.errors import SwarmError
-
-if TYPE_CHECKING:
-    from swarm.run.task import Task
 
 _log = logging.getLogger(__name__)
 _TEXT_CHARACTERS_MAX = 500  # maximum length of an exception's text
@@ -62,16 +59,19 @@ def explained_of(owner: object, what: str) -> contextlib.AbstractContextManager[
     return explained(owner._name, what) if isinstance(owner, _Guarded) else contextlib.nullcontext()
 
 
-def guarded(name: str, task: object) -> Task:
-    """Return a stand-in for a task, and for the data that it loads, whose methods raise SwarmErrors."""
-    return cast("Task", _Guarded(name, task))
+def guarded(name: str, task: object, checked: Callable[[str, Any], Any]) -> Any:
+    """Return a stand-in for a task, and for the data that it loads, whose methods raise SwarmErrors.
+    `checked` gets the name of a method and its result, and returns the result, or raises if it is not what
+    callers need.
+    """
+    return _Guarded(name, task, checked)
 
 
 class _Guarded:
     """Forwards everything to a task or to its data, and converts its exceptions."""
 
-    def __init__(self, name: str, inner: object) -> None:
-        self._name, self._inner = name, inner
+    def __init__(self, name: str, inner: object, checked: Callable[[str, Any], Any]) -> None:
+        self._name, self._inner, self._checked = name, inner, checked
 
     def __getattr__(self, attribute: str) -> Any:
         if attribute in _OPTIONAL or attribute.startswith("__"):
@@ -85,33 +85,7 @@ class _Guarded:
         @functools.wraps(value)
         def call(*arguments: Any, **options: Any) -> Any:
             with explained(self._name, f"failed in {attribute}"):
-                result = _checked(attribute, value(*arguments, **options))
-            return _Guarded(self._name, result) if attribute == "load_data" else result
+                result = self._checked(attribute, value(*arguments, **options))
+            return _Guarded(self._name, result, self._checked) if attribute == "load_data" else result
 
         return call
-
-
-def _checked(method: str, result: Any) -> Any:
-    """Return the result of a method, numbers as floats. Raise TypeError if it is not what callers need."""
-    if method == "describe":
-        from swarm.run.task import TaskDescription
-
-        if not isinstance(result, TaskDescription):
-            raise TypeError(f"it must return a swarm.TaskDescription, not {result!r:.60}")
-    elif method == "build_model":
-        import torch
-
-        if not isinstance(result, torch.nn.Module):
-            raise TypeError(f"it must return a torch.nn.Module, not {result!r:.60}")
-        if not any(one.requires_grad for one in result.parameters()):
-            raise TypeError("its model has no parameters to train")
-    elif method == "loss":
-        import torch
-
-        if not isinstance(result, torch.Tensor) or result.numel() != 1 or not result.requires_grad:
-            raise TypeError("it must return one number that depends on the model's parameters: a mean loss")
-    elif method == "validation_loss":
-        return float(result)
-    elif method == "metrics":
-        return {str(name): float(value) for name, value in result.items()}
-    return result

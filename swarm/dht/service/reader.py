@@ -259,20 +259,19 @@ class Reader:
                     self._replication.schedule_repair(contact, lacking)
 
     def _replicas_agree(self, search: RecordSearch, nearest: Sequence[Contact]) -> bool:
-        """Return whether the peers nearest to the key, a majority of its replicas, hold records of the same
-        owners, and at least one. One that lacks an owner's record may be new, and others may lack more. An
-        older record of the same owner says only that a write is under way.
+        """Return whether the peers nearest to the key, a majority of its replicas, hold the same records, and
+        at least one.
         """
         if len(nearest) <= REPLICAS // 2:
             return False
-        held = [self._owners_at(contact.peer_id, search) for contact in nearest]
-        return bool(held[0]) and all(one is held[0] or one.keys() == held[0].keys() for one in held)
+        held = [self._versions_at(contact.peer_id, search) for contact in nearest]
+        return bool(held[0]) and all(one is held[0] or one == held[0] for one in held)
 
-    def _owners_at(self, peer: PeerId, search: RecordSearch) -> Mapping[Owner, object]:
-        """Return the owners of the records that a peer, perhaps this one, has under the key."""
+    def _versions_at(self, peer: PeerId, search: RecordSearch) -> Versions:
+        """Return the versions of the records that a peer, perhaps this one, has under the key."""
         if peer != self._overlay.own_id:
             return search.versions_by_peer.get(peer, {})
-        return dict.fromkeys(one.owner for one in self._storage.records(search.key, self._overlay.now_us))
+        return {one.owner: one.version for one in self._storage.records(search.key, self._overlay.now_us)}
 
     async def _search(self, search: RecordSearch, exhaustive: bool) -> None:
         """Ask the replicas, and companions where that is due, and merge their records. Ends by
