@@ -8,6 +8,7 @@ import copy
 import threading
 import time
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import pytest
@@ -112,8 +113,12 @@ def test_newcomers_with_one_codec_load_equal_bytes_which_the_next_state_round_ma
         assert not all(torch.equal(a, b) for a, b in zip(exact, rounded[0], strict=True))
         for a, b in zip(exact, rounded[0], strict=True):
             torch.testing.assert_close(a, b, rtol=2**-8, atol=1e-7)
-        together([lambda peer=peer: peer.train_to(4) for peer in everybody])  # type: ignore[misc]
-        assert len({peer.opt.state_digest() for peer in everybody}) == 1
+        for epoch in (4, 8, 12):  # on a loaded machine, a peer may be left out of a round over the state
+            together([partial(peer.train_to, epoch) for peer in everybody])
+            digests = {peer.opt.state_digest() for peer in everybody}
+            if len(digests) == 1:
+                break
+        assert len(digests) == 1
 
 
 @pytest.mark.parametrize("mode", ["gradients", "diloco"])
