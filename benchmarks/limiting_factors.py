@@ -89,13 +89,6 @@ _MEMBERSHIP = (
     "figure is older): a third are the lookups of roles for each call."
 )
 
-_ROUND_BYTES = (
-    "bytes: according to the three sizes, a round costs a member 13 ms, and each MiB of the vector 2.2 ms "
-    "more. Calls, "
-    "streams and wake-ups are in the 13 ms, where this code is cheaper than the earlier one (see 1 MiB); "
-    "2.2 ms are gRPC, TLS, the kernel, and a pass each for codec, check, digest and copies, which are the "
-    "same in both."
-)
 _NEWCOMERS = (
     "processor time: 33 processes on two cores (profiled with perf, and by counts of calls). Half of it is "
     "Python, a fifth the kernel, a seventh gRPC, a twelfth Python's garbage collector; no function stands "
@@ -106,7 +99,6 @@ _NEWCOMERS = (
 )
 
 LIMITED_BY: dict[str, str] = {
-    **{f"small-round-{size_mib}-processor": _ROUND_BYTES for size_mib in (16, 64)},
     **{f"joining-32-{trainers}-contributing": _NEWCOMERS for trainers in (1, 2)},
     **{f"attacks-{members}-1000{of}-pace": _CROWD for members in (2, 4) for of in ("", "-20")},
     "membership-4-own-processor": _MEMBERSHIP,
