@@ -205,9 +205,12 @@ def test_a_lone_peer_gets_a_result_at_once(nodes: list[Node]) -> None:
     tensor = torch.arange(4.0)
     with Averager(nodes[0], [tensor], name="alone") as averager:
         averager.step()
-        began_s = time.monotonic()
-        result = averager.step(timeout_s=30.0)
-        assert time.monotonic() - began_s < 3.0, "not the 30 s in which others might come"
+        took_s = []
+        for _ in range(5):  # on a loaded machine any single one may take long
+            began_s = time.monotonic()
+            result = averager.step(timeout_s=30.0)
+            took_s.append(time.monotonic() - began_s)
+        assert min(took_s) < 0.5
     assert (result.failed, result.reason, result.attempts) == (True, "alone", 0)
     assert torch.equal(tensor, torch.arange(4.0))
 

@@ -90,16 +90,19 @@ def test_a_restarted_peer_is_dialed_at_once() -> None:
             port = await server.start(identity, two.handlers, "127.0.0.1", 0)
             contact = Contact(identity.peer_id, (Address("127.0.0.1", port),))
             await two.channels.call(contact, ECHO, peer_pb2.Hello(), timeout_s=5)
+            took_s = []
+            for _ in range(3):  # on a loaded machine any single one may take long
+                await server.stop(0)
+                for _ in range(3):
+                    with pytest.raises(NetworkError, match=str(identity.peer_id)):
+                        await two.channels.call(contact, ECHO, peer_pb2.Hello(), timeout_s=5)
+                server = Server()
+                assert await server.start(identity, two.handlers, "127.0.0.1", port) == port
+                started_s = time.monotonic()
+                await two.channels.call(contact, ECHO, peer_pb2.Hello(), timeout_s=5)
+                took_s.append(time.monotonic() - started_s)
             await server.stop(0)
-            for _ in range(3):
-                with pytest.raises(NetworkError, match=str(identity.peer_id)):
-                    await two.channels.call(contact, ECHO, peer_pb2.Hello(), timeout_s=5)
-            again = Server()
-            assert await again.start(identity, two.handlers, "127.0.0.1", port) == port
-            started_s = time.monotonic()
-            await two.channels.call(contact, ECHO, peer_pb2.Hello(), timeout_s=5)
-            assert time.monotonic() - started_s < 0.9
-            await again.stop(0)
+            assert min(took_s) < 0.5
 
     run(scenario)
 

@@ -67,14 +67,17 @@ def test_a_node_that_is_given_its_own_address_says_that_its_identity_may_have_be
 
 def test_starting_and_closing_a_node_is_fast() -> None:
     with Node(listen=HERE) as bootstrap:
-        started_s = time.monotonic()
-        node = Node(bootstrap.addresses, listen=HERE)
-        assert time.monotonic() - started_s < 2, "0.05 s on a quiet machine"
-        node.wait_joined(15)
-        started_s = time.monotonic()
-        node.close()
-        assert time.monotonic() - started_s < 2
-        node.close()
+        took_s = []
+        for _ in range(3):  # on a loaded machine any single one may take long
+            started_s = time.monotonic()
+            node = Node(bootstrap.addresses, listen=HERE)
+            took_s.append(time.monotonic() - started_s)
+            node.wait_joined(15)
+            started_s = time.monotonic()
+            node.close()
+            assert time.monotonic() - started_s < 2
+            node.close()
+        assert min(took_s) < 0.5, "0.05 s on a quiet machine"
     with pytest.raises(UsageError, match="this node is closed"):
         node.dht.get("key")
     assert "closed" in repr(node)
@@ -102,12 +105,15 @@ def test_a_bootstrap_peer_that_is_down_is_joined_when_it_comes_up() -> None:
 def test_an_unresponsive_bootstrap_address_delays_neither_start_nor_close() -> None:
     with socket.create_server(("127.0.0.1", 0)) as hole:
         address = f"/ip4/127.0.0.1/tcp/{hole.getsockname()[1]}/p2p/{Identity.generate().peer_id}"
-        started_s = time.monotonic()
-        node = Node(address, listen=HERE)
-        assert time.monotonic() - started_s < 2
-        started_s = time.monotonic()
-        node.close()
-        assert time.monotonic() - started_s < 2
+        took_s = []
+        for _ in range(3):  # on a loaded machine any single one may take long
+            started_s = time.monotonic()
+            node = Node(address, listen=HERE)
+            took_s.append(time.monotonic() - started_s)
+            started_s = time.monotonic()
+            node.close()
+            assert time.monotonic() - started_s < 2
+        assert min(took_s) < 1
 
 
 def test_a_node_rejoins_through_its_book_when_every_bootstrap_peer_is_dead(tmp_path: Path) -> None:

@@ -113,12 +113,19 @@ def test_newcomers_with_one_codec_load_equal_bytes_which_the_next_state_round_ma
         assert not all(torch.equal(a, b) for a, b in zip(exact, rounded[0], strict=True))
         for a, b in zip(exact, rounded[0], strict=True):
             torch.testing.assert_close(a, b, rtol=2**-8, atol=1e-7)
-        for epoch in (4, 8, 12):  # on a loaded machine, a peer may be left out of a round over the state
+        for epoch in (4, 8, 12):  # on a loaded machine, a peer may come too late for a round over the state
             together([partial(peer.train_to, epoch) for peer in everybody])
-            digests = {peer.opt.state_digest() for peer in everybody}
-            if len(digests) == 1:
+            averaged = [peer for peer in everybody if has_averaged_state(peer, epoch)]
+            assert len({peer.opt.state_digest() for peer in averaged}) == 1
+            if len(averaged) == len(everybody):
                 break
-        assert len(digests) == 1
+        assert len(averaged) == len(everybody), [peer.reports[-1] for peer in everybody]
+
+
+def has_averaged_state(peer: Peer, epoch: int) -> bool:
+    """Return whether the round over the state at the beginning of this epoch was committed here."""
+    rounds = [report.state_round for report in peer.reports if report.epoch == epoch]
+    return any(one is not None and not one.failed for one in rounds)
 
 
 @pytest.mark.parametrize("mode", ["gradients", "diloco"])
