@@ -57,7 +57,6 @@ RECORD_TTL_S = 60.0
 RECORD_RENEW_S = 15.0
 RECORD_GAP_S = 2.0  # minimum time between two updates of the record
 INDICES_MAX = 1024  # chunks requested in one message
-_SAMPLED_CHUNKS = 8  # hashed again before the digests of an earlier view are used
 
 
 def donors_key(run: str, shard: str) -> Key:
@@ -68,6 +67,15 @@ def donors_key(run: str, shard: str) -> Key:
 def is_first(shard: str) -> bool:
     """Return whether a shard, named `bits.prefix`, is the first one of its division."""
     return shard.endswith(".0")
+
+
+@dataclass(slots=True)
+class _ChunkDigests:
+    """The digests of a view's chunks, for later views with the same contents."""
+
+    contents: tuple[object, ...]
+    digests: tuple[bytes, ...]
+    uses: int = 0
 
 
 @dataclass(slots=True)
@@ -111,9 +119,9 @@ class Donor:
         self._leases: dict[bytes, _Lease] = {}
         self._latest: dict[str, StateView] = {}  # the latest view in each codec
         # what `only_digest` is answered with in each codec, and the version of the state that it is of
-        self._digests: dict[str, tuple[int, state_pb2.OpenReply]] = {}
-        # contents and chunk digests of the last view in each codec, for newcomers that come one by one
-        self._hashed: dict[str, tuple[tuple[object, ...], tuple[bytes, ...]]] = {}
+        self._digest_replies: dict[str, tuple[int, state_pb2.OpenReply]] = {}
+        # those of the last view in each codec, for newcomers that come one by one
+        self._chunk_digests: dict[str, _ChunkDigests] = {}
         # the view that is being hashed in the pool; one at a time
         self._making: asyncio.Future[StateView] | None = None
         self._started = asyncio.Event()
@@ -232,10 +240,10 @@ class Donor:
     async def _digest(self, codec: str) -> state_pb2.OpenReply:
         """Return the digest of the present state. It is hashed at most once, however many callers ask."""
         await self._others_view()
-        version, reply = self._digests.get(codec, (-1, None))
+        version, reply = self._digest_replies.get(codec, (-1, None))
         if reply is None or version != self._state.version:
             await self._latest_view(codec)
-            _, reply = self._digests[codec]
+            _, reply = self._digest_replies[codec]
         return reply
 
     def _grant(self, peer: PeerId, view: StateView | None) -> bytes:
@@ -368,7 +376,7 @@ class Donor:
         if making.cancelled() or making.exception() is not None:
             return
         view = self._latest[codec] = making.result()
-        self._digests[codec] = (
+        self._digest_replies[codec] = (
             view.version,
             state_pb2.OpenReply(
                 epoch=view.epoch,
@@ -404,11 +412,13 @@ class Donor:
         """Compute the digests of a view, or take those of an earlier view of the same state: a newcomer can
         ask for nothing before it has them.
         """
-        known, digests = self._hashed.get(codec, ((), ()))
-        sample = range(0, view.chunks, -(-view.chunks // _SAMPLED_CHUNKS))
-        if known != contents or not view.adopt_digests(digests, sample):
-            view.compute_digests()
-            self._hashed[codec] = contents, view.chunk_digests
+        kept = self._chunk_digests.get(codec)
+        if kept is not None and kept.contents == contents:
+            kept.uses += 1
+            if view.adopt_digests(kept.digests, kept.uses):
+                return
+        view.compute_digests()
+        self._chunk_digests[codec] = _ChunkDigests(contents, view.chunk_digests)
 
     def _end_idle_leases(self) -> None:
         for name in [name for name, lease in self._leases.items() if self._is_idle(lease)]:

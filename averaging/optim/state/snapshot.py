@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import bisect
 import math
-import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,7 @@ import numpy
 import torch
 from blake3 import blake3
 
+from swarm.core.device import usable_cores
 from swarm.core.errors import PeerError
 
 CHUNK_BYTES = 1 << 20
@@ -169,14 +169,23 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def in_threads(function: Callable[[_T], _R], items: Sequence[_T]) -> list[_R]:
-    """Return `function` of each item, computed by as many threads as torch leaves idle: it splits large
-    tensors among its own, of which it may have only one. The threads must not need the state's lock.
+    """Return `function` of each item, computed on several threads where torch's own use fewer cores than
+    there are. The threads must not need the state's lock.
     """
-    threads = min(_THREADS_MAX, (os.cpu_count() or 1) // torch.get_num_threads(), len(items))
+    threads = min(_THREADS_MAX, usable_cores() // torch.get_num_threads(), len(items))
     if threads <= 1:
         return [function(item) for item in items]
     with ThreadPoolExecutor(threads, "swarm-state") as pool:
         return list(pool.map(function, items))
+
+
+def write_marks(tensors: Iterable[torch.Tensor]) -> tuple[object, ...]:
+    """Return addresses and torch's write counts of tensors: they are equal as long as torch sees no write.
+    It counts none of inference tensors, whose marks equal no others.
+    """
+    return tuple(
+        object() if tensor.is_inference() else (tensor.data_ptr(), tensor._version) for tensor in tensors
+    )
 
 
 def memory_of(flat: torch.Tensor) -> memoryview | None:

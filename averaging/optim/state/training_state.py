@@ -43,6 +43,7 @@ from averaging.optim.state.snapshot import (
     plain,
     read_header,
     read_tensors,
+    write_marks,
 )
 from averaging.optim.state.view import StateView, WriteLock
 from averaging.reduction.sharded import refuse_sharded
@@ -90,7 +91,7 @@ class TrainingState:
         self._agreed_extras = [tensor.detach().clone() for tensor in self.extras]
         # the digest of the frozen parameters, with the memory addresses and versions for which it was
         # computed
-        self._frozen_digest: tuple[list[tuple[int, int]], bytes] = ([], b"")
+        self._frozen_digest: tuple[tuple[object, ...], bytes] = ((), b"")
         self.after_write()
 
     def mark_changed(self, epoch: int, *, canonical: bool = False, root: Chain | None = None) -> None:
@@ -168,12 +169,12 @@ class TrainingState:
         frozen = [p for p in self.parameters if not _is_trained(p)]
         if not frozen:
             return b""
-        versions = [(p.data_ptr(), p._version) for p in frozen]
-        if versions != self._frozen_digest[0]:
+        marks = write_marks(frozen)
+        if marks != self._frozen_digest[0]:
             whole = blake3()
             for p in frozen:
                 whole.update(memory_of(flat_bytes(p).cpu()) or b"")
-            self._frozen_digest = versions, whole.digest()
+            self._frozen_digest = marks, whole.digest()
         return self._frozen_digest[1]
 
     # --- reading
@@ -282,10 +283,10 @@ class TrainingState:
             with torch.no_grad():  # holds for one thread
                 self.parameters[index].copy_(tensors[f"p.{index}"])
 
-        on_host = [index for index, p in enumerate(self.parameters) if p.device.type == "cpu"]
-        in_threads(copy, on_host)
-        for index in set(range(len(self.parameters))).difference(on_host):
-            copy(index)  # on this thread's stream
+        in_threads(copy, [index for index, p in enumerate(self.parameters) if p.device.type == "cpu"])
+        for index, p in enumerate(self.parameters):
+            if p.device.type != "cpu":
+                copy(index)  # on this thread's stream
 
     def _targets(
         self, structure: Sequence[dict[str, Any]], tensors: Mapping[str, torch.Tensor]

@@ -31,6 +31,7 @@ from averaging.optim.state.snapshot import (
     pieces_digest,
     plan_snapshot,
     snapshot_digest,
+    write_marks,
 )
 from swarm.core.device import is_out_of_memory
 from swarm.core.errors import PeerError
@@ -38,6 +39,7 @@ from swarm.core.errors import PeerError
 _log = logging.getLogger(__name__)
 
 _LOST_COPY = "this copy of the state is gone: open the state again"
+_SAMPLED_CHUNKS = 8  # chunks hashed again before the digests of an earlier view are used
 _SETTLE_CHUNKS = 8  # chunks copied each time the lock is held: a writer waits for at most this many
 
 
@@ -65,7 +67,7 @@ class StateView:
         self.contents: tuple[object, ...] = (
             self.version,
             self._layout.prefix,
-            *((tensor.data_ptr(), tensor._version) for _, tensor in named),
+            *write_marks(tensor for _, tensor in named),
         )
         self.total_bytes = self._layout.total_bytes
         self._header = dict(header)
@@ -125,14 +127,16 @@ class StateView:
         if not self._digests:
             self._digests = tuple(self._digest(index) for index in range(self.chunks))
 
-    def adopt_digests(self, digests: tuple[bytes, ...], sample: Sequence[int]) -> bool:
-        """Take the digests of an earlier view with the same contents, if those of the chunks in `sample` are
-        right. Return whether they were: a user may have written the tensors through `Tensor.data`, which
-        nothing counts.
+    def adopt_digests(self, digests: tuple[bytes, ...], turn: int) -> bool:
+        """Take the digests of an earlier view with the same contents, if those of a few chunks are right,
+        others in each turn. Return whether they were: a user may have written the tensors through
+        `Tensor.data`, which nothing counts.
         """
-        if all(self._digest(index) == digests[index] for index in sample):
-            self._digests = digests
-        return bool(self._digests)
+        step = -(-self.chunks // _SAMPLED_CHUNKS)
+        if any(self._digest(index) != digests[index] for index in range(turn % step, self.chunks, step)):
+            return False
+        self._digests = digests
+        return True
 
     def _digest(self, index: int) -> bytes:
         begin, end = self._bounds(index)

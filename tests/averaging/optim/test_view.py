@@ -43,6 +43,21 @@ def test_an_undisturbed_view_is_never_copied() -> None:
     assert view._blob is None, "who has closed it costs the trainer nothing"
 
 
+def test_tensors_of_inference_mode_can_be_read_and_are_never_taken_for_unchanged() -> None:
+    """Regression: torch counts no writes to them, and raises an error where it is asked."""
+    with torch.inference_mode():
+        frozen = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+    state = TrainingState(torch.optim.SGD([frozen, torch.nn.Parameter(torch.ones(2))], lr=0.1))
+    first, digest = state.view(), state.frozen_digest()
+    with torch.inference_mode():
+        frozen.add_(1.0)
+    second = state.view()
+    assert first.contents != second.contents
+    assert state.frozen_digest() != digest
+    first.close()
+    second.close()
+
+
 @pytest.mark.parametrize("ahead", [0, 1, 2, 100])
 def test_a_view_keeps_the_state_of_its_creation_whenever_a_write_comes(ahead: int) -> None:
     state = made()
