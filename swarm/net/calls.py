@@ -1,12 +1,12 @@
 """Small calls that share one stream, because a unary gRPC call costs both ends together about 0.5 ms of
 processor time, most of it per call and not per byte.
 
-On every control connection the caller keeps one stream open, and one on the bulk path to a peer that it
-calls often (`swarm.net.shared_calls`). Calls that are made while a message is being
-sent are combined in the next message, and so are their answers. The busier a connection is, the less a call
-costs (docs/decisions/0012). Each call keeps the properties of a separate call: a number, a status,
-cancellation, and the limits of `Server`. Large requests, and methods with large replies, use separate gRPC
-calls, because on this stream they would delay everything behind them.
+The caller keeps one stream open on every control connection. To a peer that it calls often it keeps another
+one on the bulk path (`swarm.net.shared_calls`). Calls that are made while a message is being sent are
+combined in the next message, and so are their answers. The busier a connection is, the less a call costs
+(docs/decisions/0012). Each call keeps the properties of a separate call: a number, a status, cancellation,
+and the limits of `Server`. Large requests, and methods with large replies, use separate gRPC calls, because
+on this stream they would delay everything behind them.
 """
 
 from __future__ import annotations
@@ -72,17 +72,17 @@ class CallStream:
         self.ended = False
         self._call: Any = call
         self._send = sender_of(call)
-        self._is_retired = False
+        self.is_retired = False  # no further call may be made
         self._waiting: dict[int, asyncio.Future[Outcome]] = {}
         self._unsent: deque[tuple[int, str, bytes]] = deque()  # number, method, request
         self._cancelled: deque[int] = deque()
         self._wake = ChangeEvent()
         self._last = 0
-        self._answered = False
+        self.answers = 0  # messages with answers that have arrived
 
     async def call(self, method: str, request: bytes, timeout_s: float) -> Outcome:
         """Make a call and return its outcome, which is DEADLINE_EXCEEDED when none came in `timeout_s`.
-        Raises NotServed or ClosedHere. Cancelling it cancels the handler.
+        Raises SharedCallsUnavailable or ClosedLocally. Cancelling it cancels the handler.
         """
         loop = asyncio.get_running_loop()
         self._last += 1
@@ -99,7 +99,7 @@ class CallStream:
             if self._waiting.pop(number, None) is not None:  # no answer came
                 self._cancelled.append(number)
                 self._wake.notify()
-            if self._is_retired and not self._waiting:
+            if self.is_retired and not self._waiting:
                 self.close()
 
     async def run(self) -> None:
@@ -132,7 +132,7 @@ class CallStream:
             self.close(outcome)
 
     def close(self, outcome: Outcome | None = None) -> None:
-        """End the stream. Calls in progress end with this outcome, or raise ClosedHere when there is none.
+        """End the stream. Calls in progress end with this outcome, or raise ClosedLocally when there is none.
         Idempotent.
         """
         if self.ended:
@@ -144,7 +144,7 @@ class CallStream:
                 continue
             if outcome is None:
                 answer.set_exception(ClosedLocally())
-            elif outcome[0] in _NOT_SERVED and not self._answered:
+            elif outcome[0] in _NOT_SERVED and not self.answers:
                 answer.set_exception(SharedCallsUnavailable())
             else:
                 answer.set_result(outcome)
@@ -153,7 +153,7 @@ class CallStream:
 
     def retire(self) -> None:
         """End the stream when no call is in progress. No call may be made any more."""
-        self._is_retired = True
+        self.is_retired = True
         if not self._waiting:
             self.close()
 
@@ -164,7 +164,7 @@ class CallStream:
             if raw is aio.EOF:
                 code = await self._call.code()
                 return None if code is grpc.StatusCode.OK else (code, await self._call.details() or "", b"")
-            self._answered = True
+            self.answers += 1
             for answer in AnswerBatch.FromString(raw).answers:
                 waiting = self._waiting.pop(answer.number, None)
                 if waiting is not None and not waiting.done():

@@ -146,7 +146,7 @@ class Channels:
                 and method.reply_bytes_max <= SHARED_REPLY_BYTES_MAX
             ):
                 reply_raw = await self._call_shared(
-                    contact.peer_id, pooled, method.name, raw, remaining_s, timeout_s
+                    contact.peer_id, pooled, method.name, raw, loop.time() + remaining_s, timeout_s
                 )
             else:
                 reply_raw = await call_separately(
@@ -301,15 +301,16 @@ class Channels:
         pooled: _PooledConnection,
         name: str,
         raw: bytes,
-        remaining_s: float,
+        deadline_s: float,
         timeout_s: float,
     ) -> bytes:
-        """Make the call on the connection's stream of shared calls."""
+        """Make the call on a stream of shared calls, until `deadline_s`."""
         try:
-            code, details, reply = await pooled.shared.call(name, raw, remaining_s)
+            code, details, reply = await pooled.shared.call(name, raw, deadline_s)
         except ClosedLocally:
             raise closed_locally(peer_id, name) from None
         except SharedCallsUnavailable:
+            remaining_s = max(deadline_s - asyncio.get_running_loop().time(), 0.001)
             return await call_separately(peer_id, pooled.connection, name, raw, remaining_s, timeout_s)
         if code is not grpc.StatusCode.OK:
             raise status_error(peer_id, pooled.connection, name, code, details, timeout_s)
@@ -326,8 +327,8 @@ class Channels:
         return await self._bulk.begin(contact.peer_id, control, method, ask, deadline_s)
 
     async def _begin_bulk_calls(self, contact: Contact, control: Connection) -> BulkCall | None:
-        """Begin a stream of shared calls on the bulk path; None where there is none, or where many peers have
-        one.
+        """Begin a stream of shared calls on the bulk path. Return None if the peer has no bulk path now, or
+        calls use half of the allowed connections already.
         """
         count = sum(pooled.shared.is_bulk for pooled in self._pooled.values())
         if count >= self._connections_max // 2 or not self._bulk.is_possible(contact.peer_id):

@@ -53,7 +53,7 @@ async def call(
 
 async def often(pair: BulkPair) -> None:
     """Make as many calls as it takes."""
-    for number in range(shared_calls.OFTEN + 1):
+    for number in range(shared_calls.BULK_CALLS_MIN + 1):
         assert await call(pair, str(number)) == str(number)
 
 
@@ -120,6 +120,43 @@ def test_seldom_called_peer_loses_its_stream_on_the_bulk_path_and_gets_it_again(
     run(scenario)
 
 
+def test_peer_that_is_called_just_often_enough_keeps_its_stream_on_the_bulk_path() -> None:
+    """Regression: the calls until the stream had begun did not count, so each review ended it again."""
+
+    async def scenario() -> None:
+        async with bulk_pair() as pair:
+            pair.handlers.unary(ECHO, echo)
+            await often(pair)
+            await until(lambda: uses_bulk(pair))
+            await pair.channels.close_idle()
+            assert uses_bulk(pair)
+
+    run(scenario)
+
+
+def test_bulk_path_that_answers_no_more_calls_is_left() -> None:
+    """TCP would tell only after minutes that what it sends is lost."""
+
+    async def scenario() -> None:
+        async def silent(peer_id: PeerId, request: peer_pb2.Hello) -> peer_pb2.Hello:
+            await asyncio.Event().wait()
+            return request
+
+        async with bulk_pair() as pair:
+            pair.handlers.unary(ECHO, echo)
+            pair.handlers.unary(SLOW, silent)
+            await often(pair)
+            await until(lambda: uses_bulk(pair))
+            for number in range(3):
+                assert uses_bulk(pair), number
+                with pytest.raises(DeadlineExceeded):
+                    await call(pair, "x", SLOW, timeout_s=0.05)
+            assert not uses_bulk(pair)
+            assert await call(pair, "later") == "later"
+
+    run(scenario)
+
+
 def test_call_in_progress_survives_the_return_to_grpc() -> None:
     async def scenario() -> None:
         entered, release = asyncio.Event(), asyncio.Event()
@@ -140,8 +177,13 @@ def test_call_in_progress_survives_the_return_to_grpc() -> None:
             await pair.channels.close_idle()
             assert not uses_bulk(pair)
             assert await call(pair, "quick") == "quick"
+            await often(pair)  # the peer takes no second stream before the first has ended
+            assert not uses_bulk(pair)
             release.set()
             assert await waiting == "slow"
+            await until(lambda: pair.bulk.connections.total == 0)
+            await often(pair)
+            await until(lambda: uses_bulk(pair))
 
     run(scenario)
 
@@ -200,7 +242,7 @@ def test_peer_has_one_stream_of_calls_on_the_bulk_path_and_the_rest_for_other_st
             await until(lambda: uses_bulk(pair))
             second = Channels(pair.caller)
             try:
-                for number in range(3 * shared_calls.OFTEN):
+                for number in range(3 * shared_calls.BULK_CALLS_MIN):
                     assert await call(pair, str(number), channels=second) == str(number)
                 assert not uses_bulk(pair, second)
             finally:

@@ -113,7 +113,7 @@ def test_simultaneous_calls_share_messages(monkeypatch: pytest.MonkeyPatch) -> N
         return batch
 
     monkeypatch.setattr(calls.CallStream, "next_batch", next_batch)
-    monkeypatch.setattr(shared_calls, "OFTEN", 1000)  # else a call asks for a token of the bulk path
+    monkeypatch.setattr(shared_calls, "BULK_CALLS_MIN", 1000)  # else a call asks for a token of the bulk path
 
     async def scenario() -> None:
         async with pair() as two:
