@@ -64,6 +64,8 @@ class SharedCalls:
                 return await self._call_bulk(self._bulk, method, request, deadline_s - loop.time())
             except SharedCallsUnavailable:  # an older version, or too many of them; nothing was handled
                 self._bulk_is_refused = True
+                if self._is_closed:
+                    raise ClosedLocally from None
         elif self._count >= BULK_CALLS_MIN and not self._has_bulk_task and not self._bulk_is_refused:
             self._has_bulk_task = True
             self._streams.spawn("shared calls on the bulk path", self._run_bulk)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import itertools
 
 import pytest
@@ -126,6 +127,10 @@ def test_key_is_replaced_before_it_encrypts_too_many_blocks(monkeypatch: pytest.
     sealed = [seal(out, bytes(160)) for _ in range(8)]
     assert [one == other for one, other in zip(sealed, with_one_key, strict=True)] == [True] * 3 + [False] * 5
     assert len(set(sealed)) == len(sealed)
+    direction = b"\1" + (1).to_bytes(8) + CALLER.public_key + CALLEE.public_key
+    secret = hmac.digest(SECRET.secret, b"swarm bulk 1\0" + direction, "sha256")
+    following = FrameKey(hmac.digest(secret, b"swarm bulk 1\0next", "sha256"))
+    assert sealed[3:6] == [seal(following, bytes(160)) for _ in range(3)]
     for frame in sealed:
         assert read(into, frame) == (FrameKind.DATA, bytes(160))
 

@@ -1,9 +1,9 @@
 """Frames of the bulk path: each one is encrypted and authenticated, and is valid at one place of one stream.
 
 A frame is a header (kind, and size of what follows), the body encrypted with AES-128-GCM, and the tag of 16
-bytes. The header is authenticated with the body. Each direction of each stream has a key of its own, derived
-from the secret of the connection (HMAC-SHA-256), and the number of the frame is its nonce, as in TLS 1.3. A
-frame that was altered, repeated, left out, reordered, reflected, or taken from another stream or connection
+bytes. The header is authenticated with the body. Each direction of each stream has keys of its own: the first
+is derived from the secret of the connection (HMAC-SHA-256), and after 256 GiB another one from the last. The
+nonce is the IV of the key exclusive-or the number of the frame with this key, as in TLS 1.3. A frame that was altered, repeated, left out, reordered, reflected, or taken from another stream or connection
 therefore does not open.
 """
 
@@ -64,8 +64,10 @@ class FrameKey:
         self._iv = int.from_bytes(secret[_KEY_BYTES : _KEY_BYTES + _IV_BYTES])
         self._count = self._blocks = 0
 
-    def _nonce(self, sealed_bytes: int) -> bytes:
-        """Return the nonce of the next frame, whose body and tag have this size."""
+    def _next_nonce(self, sealed_bytes: int) -> bytes:
+        """Count the next frame, whose body and tag have this size, take the next key if this one is used up,
+        and return the frame's nonce.
+        """
         blocks = -(-sealed_bytes // _BLOCK_BYTES) + 1  # with the one that encrypts the tag
         if self._blocks + blocks > BLOCKS_MAX:
             self._take(hmac.digest(self._secret, _CONTEXT + b"next", "sha256"))
@@ -76,7 +78,7 @@ class FrameKey:
 
     def skip(self, sealed_bytes: int) -> None:
         """Count the next frame without opening it. Its body and tag have this size."""
-        self._nonce(sealed_bytes)
+        self._next_nonce(sealed_bytes)
 
     def seal(self, kind: FrameKind, body: bytes, buffer: bytearray) -> memoryview:
         """Write the next frame to the buffer, and return a view of it. The body has at most `BODY_BYTES_MAX`
@@ -86,15 +88,17 @@ class FrameKey:
         header = _HEADER.pack(kind, size)
         frame = memoryview(buffer)[: HEADER_BYTES + size]
         frame[:HEADER_BYTES] = header
-        self._cipher.encrypt_into(self._nonce(size), body, header, frame[HEADER_BYTES:])
+        nonce = self._next_nonce(size)  # before the cipher is looked up, which it may replace
+        self._cipher.encrypt_into(nonce, body, header, frame[HEADER_BYTES:])
         return frame
 
     def open(self, header: bytes, sealed: memoryview) -> tuple[FrameKind, bytes]:
         """Return kind and body of the next frame. Raises FrameError when it is not the one that the other
         end sealed next.
         """
+        nonce = self._next_nonce(len(sealed))
         try:
-            body = self._cipher.decrypt(self._nonce(len(sealed)), sealed, header)
+            body = self._cipher.decrypt(nonce, sealed, header)
         except InvalidTag:
             raise FrameError("a frame was altered, repeated or left out on the way") from None
         return FrameKind(_HEADER.unpack(header)[0]), body
