@@ -40,7 +40,7 @@ class PeerStanding:
         """`holders`: by run, the peers whose capabilities are admitted now (`Admission.holders`)."""
         self._members: dict[str, dict[PeerId, None]] = {}
         self._holders = dict(holders or {})
-        # all tables of members, replaced as a whole: each call of each peer looks itself up in them
+        # the tables of members of all runs, replaced as a whole: every call looks up its caller here
         self._tables: tuple[Collection[PeerId], ...] = tuple(self._holders.values())
         self._foundings: dict[str, Founding] = {}
 

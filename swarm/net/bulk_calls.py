@@ -48,7 +48,7 @@ BULK = Method(
     request_bytes_max=64,
     reply_bytes_max=128,
 )
-_CODES = {code.value[0]: code for code in grpc.StatusCode}
+CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 def encode_status(code: grpc.StatusCode, text: str) -> bytes:
@@ -58,7 +58,7 @@ def encode_status(code: grpc.StatusCode, text: str) -> bytes:
 
 def decode_status(body: bytes) -> tuple[grpc.StatusCode, str]:
     """Return the status and reason in the callee's last frame; of anything else, an unknown status."""
-    code = _CODES.get(body[0]) if body else None
+    code = CODES.get(body[0]) if body else None
     return code or grpc.StatusCode.UNKNOWN, body[1:].decode(errors="replace")
 
 

@@ -133,7 +133,14 @@ class BulkServer:
         if listening is None:
             return
         if is_chosen and listening.getsockname()[1] != above:
-            _logger.warning("bulk port %d cannot be used: peers outside use port %d alone", above, grpc_port)
+            _logger.warning(
+                "port %d, where large transfers would arrive, is not available: peers beyond a router send "
+                "everything to port %d, which takes more processor time. Free it, or listen on another port, "
+                "up to %d",
+                above,
+                grpc_port,
+                65535 - PORTS_APART,
+            )
         self._listening, self.port, self._grpc_port = listening, listening.getsockname()[1], grpc_port
         asyncio.get_running_loop().add_reader(listening, self._accept)
         handlers.remove(BULK.name)

@@ -18,6 +18,7 @@ from swarm.core.ids import PeerId
 from swarm.net.logic.sealing import (
     BODY_BYTES_MAX,
     HEADER_BYTES,
+    TAG_BYTES,
     BulkSecret,
     FrameError,
     FrameKey,
@@ -103,7 +104,6 @@ class BulkSocket:
         self.on_lost: Callable[[], object] | None = None
         self.on_data: Callable[[], object] | None = None
         self._stream = -1
-        self._stopped = ""  # why `send` must not wait any longer
         self._outgoing: FrameKey
         self._incoming: FrameKey
         self.next_stream()
@@ -126,7 +126,7 @@ class BulkSocket:
     def next_stream(self) -> None:
         """Begin the next stream: both ends have sent and received the last frame of the one before."""
         self._stream += 1
-        self._stopped = ""
+        self._stopped = ""  # why `send` must not wait any longer
         self._discarded_bytes: int | None = None  # None: messages are received
         self._outgoing = self._secret.key(self._stream, from_caller=self._is_caller)
         self._incoming = self._secret.key(self._stream, from_caller=not self._is_caller)
@@ -148,8 +148,6 @@ class BulkSocket:
                 while left := left[self._send_some(left) :]:
                     await self._wait_writable()
                 self._is_cut = False
-            except FrameError as error:
-                raise self._lose(str(error)) from None
             finally:
                 _buffers.give(buffer)
 
@@ -199,11 +197,17 @@ class BulkSocket:
                 if not self._fill(self._header, HEADER_BYTES):
                     return None
                 self._expected = sealed_bytes(self._header, body_bytes_max)
-                self._buffer, self._arrived = _buffers.take(self._expected), 0
-                self._release_unwanted()
+                if (
+                    self._discarded_bytes is not None
+                    and not self._is_discarded
+                    and self._expected > TAG_BYTES
+                ):
+                    raise FrameError("the last frame of a caller has no body")
+                self._buffer = _discarded if self._is_discarded else _buffers.take(self._expected)
+                self._arrived = 0
             if not self._fill(self._buffer, self._expected):
                 return None
-            if self._discarded_bytes is not None and self._header[0] == FrameKind.DATA:
+            if self._discarded_bytes is not None and self._is_discarded:
                 self._incoming.skip(self._expected)
                 self._discarded_bytes += self._expected
                 self._buffer, self._arrived = None, 0
@@ -221,18 +225,18 @@ class BulkSocket:
         it came before `bytes_max`. Raises BulkLost.
         """
         self._discarded_bytes = 0
-        self._release_unwanted()
+        if self._is_discarded and self._buffer is not None:  # a message that is arriving
+            _buffers.give(self._buffer)
+            self._buffer = _discarded
         kind = FrameKind.DATA
         while kind is FrameKind.DATA and self._discarded_bytes <= bytes_max:
             kind, _ = await self.receive()
         return kind is FrameKind.END
 
-    def _release_unwanted(self) -> None:
-        """Give back the memory of a message that arrives and is to be discarded."""
-        is_unwanted = self._discarded_bytes is not None and self._header[0] == FrameKind.DATA
-        if is_unwanted and self._buffer is not None and self._buffer is not _discarded:
-            _buffers.give(self._buffer)
-            self._buffer = _discarded
+    @property
+    def _is_discarded(self) -> bool:
+        """Return whether the frame whose header arrived last is a message that nobody wants."""
+        return self._discarded_bytes is not None and self._header[0] == FrameKind.DATA
 
     def watch(self) -> None:
         """Notice what arrives, and the end of the connection, while no task receives."""

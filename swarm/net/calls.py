@@ -24,7 +24,7 @@ from grpc import aio
 
 from swarm.core.errors import PeerError
 from swarm.core.notify import ChangeEvent
-from swarm.net.bulk_calls import BulkCall
+from swarm.net.bulk_calls import CODES, BulkCall
 from swarm.net.callers import CallsOf
 from swarm.net.incoming import Context
 from swarm.net.outgoing import sender_of
@@ -47,7 +47,6 @@ UNSENT_MAX = 1024  # queued answers at which the callee stops reading calls from
 _TURN_S = 0.01  # while a callee processes a message, it lets other tasks run at this interval
 ANSWER_S_MAX = 20.0  # the stream of a caller that reads no answer for this long is closed
 
-_CODES = {code.value[0]: code for code in grpc.StatusCode}
 _UNKNOWN = grpc.StatusCode.UNKNOWN
 _NOT_SERVED = (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
@@ -168,7 +167,7 @@ class CallStream:
             for answer in AnswerBatch.FromString(raw).answers:
                 waiting = self._waiting.pop(answer.number, None)
                 if waiting is not None and not waiting.done():
-                    waiting.set_result((_CODES.get(answer.status, _UNKNOWN), answer.details, answer.reply))
+                    waiting.set_result((CODES.get(answer.status, _UNKNOWN), answer.details, answer.reply))
 
     async def _write(self) -> None:
         """Write queued calls. A failed write ends nothing: the reader learns the reason."""

@@ -1,4 +1,6 @@
-"""The caller's end of a stream, and the mapping of gRPC's statuses to swarm's errors."""
+"""The caller's end of streams and of separate calls, the last check of a dialed peer, and the mapping of
+gRPC's statuses to swarm's errors.
+"""
 
 from __future__ import annotations
 

@@ -46,7 +46,8 @@ _logger = logging.getLogger(__name__)
 _NOT_INVITED = grpc.StatusCode.PERMISSION_DENIED
 _INTERNAL: Outcome = (grpc.StatusCode.INTERNAL, "internal error", b"")
 STREAMS_PER_PEER_MAX = 4  # streams of shared calls: one per connection
-BULK_CALL_STREAMS_PER_PEER_MAX = 1  # of them on the bulk path, which must have room for other streams
+# streams of shared calls on the bulk path; its other connections are for rounds, states and experts
+BULK_CALL_STREAMS_PER_PEER_MAX = 1
 _BULK_CALL_STREAMS_MAX = BULK_CONNECTIONS_MAX // 2
 _TOO_MANY = "busy: strangers in your network make too many connections"
 _REFUSAL_CHARACTERS_MAX = 1000  # gRPC sends it in a header
@@ -188,8 +189,8 @@ class Server:
                 group.create_task(server.stop(grace_s))
 
     async def serve_calls(self, caller: RemoteCaller, stream: ServedCalls, counts: OpenCalls) -> None:
-        """Serve a stream of shared calls to its end. Raises _Busy when the caller has too many of them,
-        which `counts` counts: it then makes separate calls.
+        """Serve a stream of shared calls to its end. `counts`: the streams that are open on its transport.
+        Raises _Busy when the caller has too many: it then uses gRPC's stream, or makes separate calls.
         """
         if self._server is None or counts.enter(caller) is not None:
             raise _Busy

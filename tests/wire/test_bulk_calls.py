@@ -5,7 +5,6 @@ where it breaks, or where it is refused, they use gRPC.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -13,14 +12,13 @@ import pytest
 from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError
 from swarm.core.ids import PeerId
 from swarm.net import server, shared_calls
-from swarm.net.bulk_socket import BulkLost
 from swarm.net.calls import BATCH_BYTES_MAX, CALLS_NAME
 from swarm.net.channels import Channels
-from swarm.net.logic.sealing import FrameKind
+from swarm.net.logic.sealing import TAG_BYTES, BulkSecret, FrameKind, frame_bytes
 from swarm.net.rpc import Method
 from swarm.net.server import CallLimits
 from swarm.wire import peer_pb2
-from tests.wire.bulk_pair import BulkPair, bulk_pair
+from tests.wire.bulk_pair import BulkPair, bulk_pair, is_closed
 
 ECHO = Method(name="/swarm.Test/Echo", request=peer_pb2.Hello, reply=peer_pb2.Hello)
 SLOW = Method(name="/swarm.Test/Slow", request=peer_pb2.Hello, reply=peer_pb2.Hello)
@@ -65,6 +63,11 @@ async def until(condition: Callable[[], bool]) -> None:
 def uses_bulk(pair: BulkPair, channels: Channels | None = None) -> bool:
     shared = (channels or pair.channels).shared_calls(pair.contact.peer_id)
     return shared is not None and shared.is_bulk and not shared.is_refused
+
+
+def uses_grpc_stream(pair: BulkPair, channels: Channels | None = None) -> bool:
+    shared = (channels or pair.channels).shared_calls(pair.contact.peer_id)
+    return shared is not None and not shared.is_bulk and not shared.is_refused
 
 
 def test_calls_of_a_peer_that_is_called_often_use_the_bulk_path_with_all_their_properties() -> None:
@@ -112,7 +115,7 @@ def test_seldom_called_peer_loses_its_stream_on_the_bulk_path_and_gets_it_again(
             await pair.channels.close_idle()  # reviews the calls that were made until now
             await call(pair, "seldom")
             await pair.channels.close_idle()
-            assert not uses_bulk(pair)
+            assert uses_grpc_stream(pair)
             await until(lambda: pair.bulk.connections.total == 0)
             await often(pair)
             await until(lambda: uses_bulk(pair))
@@ -151,7 +154,7 @@ def test_bulk_path_that_answers_no_more_calls_is_left() -> None:
                 assert uses_bulk(pair), number
                 with pytest.raises(DeadlineExceeded):
                     await call(pair, "x", SLOW, timeout_s=0.05)
-            assert not uses_bulk(pair)
+            assert uses_grpc_stream(pair)
             assert await call(pair, "later") == "later"
 
     run(scenario)
@@ -175,10 +178,10 @@ def test_call_in_progress_survives_the_return_to_grpc() -> None:
             await entered.wait()
             await pair.channels.close_idle()
             await pair.channels.close_idle()
-            assert not uses_bulk(pair)
+            assert uses_grpc_stream(pair)
             assert await call(pair, "quick") == "quick"
             await often(pair)  # the peer takes no second stream before the first has ended
-            assert not uses_bulk(pair)
+            assert uses_grpc_stream(pair)
             release.set()
             assert await waiting == "slow"
             await until(lambda: pair.bulk.connections.total == 0)
@@ -229,7 +232,7 @@ def test_calls_stay_on_grpc_where_the_peer_takes_none_on_the_bulk_path(
                 assert await asyncio.gather(*(call(pair, str(n)) for n in range(100))) == [
                     str(n) for n in range(100)
                 ]
-            assert not uses_bulk(pair)
+            assert uses_grpc_stream(pair)
 
     run(scenario)
 
@@ -244,7 +247,7 @@ def test_peer_has_one_stream_of_calls_on_the_bulk_path_and_the_rest_for_other_st
             try:
                 for number in range(3 * shared_calls.BULK_CALLS_MIN):
                     assert await call(pair, str(number), channels=second) == str(number)
-                assert not uses_bulk(pair, second)
+                assert uses_grpc_stream(pair, second)
             finally:
                 await second.close()
             assert uses_bulk(pair)
@@ -252,15 +255,21 @@ def test_peer_has_one_stream_of_calls_on_the_bulk_path_and_the_rest_for_other_st
     run(scenario)
 
 
-def test_too_large_message_of_calls_ends_its_connection_before_it_is_read() -> None:
+def test_too_large_message_of_calls_ends_its_connection_by_its_header() -> None:
     async def scenario() -> None:
         async with bulk_pair() as pair:
-            connection = await pair.proven(pair.ticket())
-            await connection.send(FrameKind.OPEN, CALLS_NAME.encode())
+            reply = pair.ticket()
+            secret = BulkSecret(reply.secret, pair.caller.peer_id, pair.contact.peer_id)
+            loop, raw = asyncio.get_running_loop(), await pair.connected(reply)
+            name = CALLS_NAME.encode()
+            for stream, kind, body in ((0, FrameKind.PROOF, b""), (1, FrameKind.OPEN, name)):
+                key = secret.key(stream, from_caller=True)
+                await loop.sock_sendall(raw, bytes(key.seal(kind, body, bytearray(frame_bytes(len(body))))))
             await until(lambda: pair.server.bulk_call_streams.total == 1)
-            with contextlib.suppress(BulkLost):
-                await connection.send(FrameKind.DATA, bytes(BATCH_BYTES_MAX + 1))
-            await until(lambda: pair.bulk.connections.total == 0)
-            connection.close()
+            assert len(await loop.sock_recv(raw, frame_bytes(0))) == frame_bytes(0)
+            size = BATCH_BYTES_MAX + 1 + TAG_BYTES
+            await loop.sock_sendall(raw, FrameKind.DATA.to_bytes(4, "little") + size.to_bytes(4, "little"))
+            assert await is_closed(raw, within_s=2.0)
+            raw.close()
 
     run(scenario)

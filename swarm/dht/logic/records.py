@@ -337,5 +337,5 @@ class RecordValidator:
 
 
 def _digest(message: bytes, record: Record) -> bytes:
-    """Return by what a signed message is known again."""
+    """Return the digest under which the check of a signed message is remembered."""
     return hashlib.sha256(message + record.signature).digest()

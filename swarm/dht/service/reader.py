@@ -41,7 +41,7 @@ from swarm.wire.dht_pb2 import DhtFindQuery, DhtFindRequest, DhtFindResult, DhtR
 _REPAIR_AGE_US = 2_000_000  # a record issued later may still be on its way to its replicas
 _REPAIR_LIFE_US = 5_000_000  # a record that expires sooner is not sent to replicas that lack it
 
-Versions: TypeAlias = Mapping[Owner, tuple[int, bytes]]
+_Versions: TypeAlias = Mapping[Owner, tuple[int, bytes]]  # by owner, the version of its record
 
 
 @dataclass(slots=True, eq=False)
@@ -55,9 +55,9 @@ class RecordSearch:
     neighbourhood_version: int = 0
     latest: dict[Owner, Record] = field(default_factory=dict)
     # the versions that each peer answered with; one object for equal answers
-    versions_by_peer: dict[PeerId, Versions] = field(default_factory=dict)
+    versions_by_peer: dict[PeerId, _Versions] = field(default_factory=dict)
     # the last answer, and the versions of those of its records that were accepted
-    last_answer: tuple[Sequence[DhtRecord], Versions] | None = None
+    last_answer: tuple[Sequence[DhtRecord], _Versions] | None = None
     asked: int = 0
     answers: int = 0
     is_done: bool = False
@@ -267,7 +267,7 @@ class Reader:
         held = [self._versions_at(contact.peer_id, search) for contact in nearest]
         return bool(held[0]) and all(one is held[0] or one == held[0] for one in held)
 
-    def _versions_at(self, peer: PeerId, search: RecordSearch) -> Versions:
+    def _versions_at(self, peer: PeerId, search: RecordSearch) -> _Versions:
         """Return the versions of the records that a peer, perhaps this one, has under the key."""
         if peer != self._overlay.own_id:
             return search.versions_by_peer.get(peer, {})

@@ -3,8 +3,9 @@
 A frame is a header (kind, and size of what follows), the body encrypted with AES-128-GCM, and the tag of 16
 bytes. The header is authenticated with the body. Each direction of each stream has keys of its own: the first
 is derived from the secret of the connection (HMAC-SHA-256), and after 256 GiB another one from the last. The
-nonce is the IV of the key exclusive-or the number of the frame with this key, as in TLS 1.3. A frame that was altered, repeated, left out, reordered, reflected, or taken from another stream or connection
-therefore does not open.
+nonce is the IV of the key exclusive-or the number of the frame with this key, as in TLS 1.3. A frame that was
+altered, repeated, left out, reordered, reflected, or taken from another stream or connection therefore does
+not open.
 """
 
 from __future__ import annotations
