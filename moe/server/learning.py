@@ -10,6 +10,7 @@ master weights.
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -26,6 +27,8 @@ from swarm.core.errors import PeerError
 
 OptimizerFactory: TypeAlias = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 ScheduleFactory: TypeAlias = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+
+_log = logging.getLogger(__name__)
 
 _NORM_MIN = 1.0  # parameters that are all zero may change, too
 _NARROW = (torch.float16, torch.bfloat16)
@@ -103,9 +106,10 @@ class ExpertLearner:
             try:
                 if not self._step():
                     return number
-            except StepRefused:
+            except StepRefused as refusal:
                 if not number:
                     raise
+                _log.warning("step %d of %d with one batch was refused: %s", number + 1, steps, refusal)
                 return number
         return steps
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from moe.server.batches import concatenate, split
 from moe.server.expert import ComputationFailed, Expert, Gradients
 from moe.server.jobs import Job, JobTensors, Outcome, samples_of
+from moe.server.logic.joint_counts import steps_due
 from moe.server.transfers import Answers, ReadyAnswers, StagedJobs, Transfer
 from swarm.core.device import is_out_of_memory
 
@@ -57,7 +58,8 @@ class BatchPass:
         for job in jobs:
             if left <= 0:
                 parts.append([])
-                left = expert.target_batch_size - -left % expert.target_batch_size  # the rest is carried over
+                target = expert.target_batch_size
+                left = target - steps_due(target - left, target)[1]  # the rest is carried over
             parts[-1].append(job)
             left -= job.batch
         return parts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -113,6 +114,35 @@ def test_the_number_of_steps_follows_from_the_samples_alone(sizes: list[int], me
         assert not any(compute(one, [rest.pop(0) for _ in range(count)]))
     assert (one.version, one.samples) == (12, 384)
     assert one.samples_to_step == 32
+
+
+def test_passes_beyond_eight_steps_are_divided_as_those_that_come_alone() -> None:
+    together, alone = expert(32), expert(32)
+    sizes = [400, 8, 8, 8, 8, 8]
+    assert not any(compute(together, jobs(together, sizes)))
+    for job in jobs(alone, sizes):
+        assert not any(compute(alone, [job]))
+    assert (together.version, together.samples_to_step) == (alone.version, alone.samples_to_step) == (10, 25)
+    for found, expected in zip(together.module.parameters(), alone.module.parameters(), strict=True):
+        assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_a_refused_step_of_several_drops_the_rest_of_its_batch_and_says_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    one = Expert(
+        network(),
+        (torch.zeros(1, WIDTH),),
+        sgd,
+        schedule=lambda inner: torch.optim.lr_scheduler.LambdaLR(
+            inner, lambda step: math.inf if step else 1.0
+        ),
+    )
+    one.target_batch_size = 16
+    assert not any(compute(one, jobs(one, [32])))
+    assert one.version == 1
+    assert one.samples_to_step == 16
+    assert "step 2 of 2 with one batch was refused" in caplog.text
 
 
 def test_a_bad_pass_is_left_out_of_the_target_batch() -> None:

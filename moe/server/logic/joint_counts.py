@@ -1,4 +1,6 @@
-"""Counts of the samples that the replicas of an expert have gathered for their next joint step."""
+"""Counts of the samples that an expert, or its replicas together, have gathered for the next step of the
+target batch.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ _APART_S_MAX = 5.0
 # One replica counts for at most this many target batches in a step. An honest one accepts no further passes
 # once the batch is complete, and exceeds it by at most one request.
 TARGETS_PER_REPLICA_MAX = 2
-STEPS_MAX = 8  # steps with one sum of gradients
+_STEPS_MAX = 8  # steps with one sum of gradients
 # A replica that announced samples and did not bring them is not counted for this long; four times as long
 # each further time, at most half a day.
 _DISTRUST_S = 10.0
@@ -136,7 +138,8 @@ def judge(
 
 def steps_due(samples: int, target: int) -> tuple[int, int]:
     """Return how many steps a batch of this size is for, and how many of its samples count for the next step.
-    It is more than one step where passes were admitted at the same moment, or are larger than the target.
+    It is more than one step where passes were admitted at the same moment, or are larger than the target. A
+    batch is for at most 8 steps; of what is beyond them, at most one sample less than the target counts on.
     """
-    steps = min(max(samples // target, 1), STEPS_MAX) if target else 1
+    steps = min(max(samples // target, 1), _STEPS_MAX) if target else 1
     return steps, min(max(samples - steps * target, 0), max(target - 1, 0))
