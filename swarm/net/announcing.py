@@ -5,7 +5,6 @@ machine; on the internet those at which other peers have called it back.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -251,13 +250,15 @@ class Announcing:
             if scope is not None and scope < Scope.INTERNET:
                 failures.append(f"peers of the internet do not dial {place}")
                 continue
+            try:
+                hosts = [host for host, _ in await resolve(address)]
+            except OSError:
+                untried.append(f"{place} (this machine cannot resolve the name)")
+                continue
             asked = self._machine.choose(candidates)
             candidates = [one for one in candidates if one not in asked]
             async with asyncio.TaskGroup() as group:
                 asking = [group.create_task(self._ask(contact, address.port)) for contact in asked]
-            hosts: list[str] = []
-            with contextlib.suppress(OSError):  # a name that does not exist, at which nobody can call
-                hosts = [host for host, _ in await resolve(address)]
             # they call the address that they see; another one of this machine cannot be tried
             answers = [one[0] for task in asking if (one := task.result()) and one[0].observed in hosts]
             if not answers:
