@@ -41,11 +41,11 @@ class Spent(Failures):
         """Move that many MiB once."""
         before_s = launch.processor_s()
         sender = launch.workers[1]
-        sender.send({"do": "send", "messages": size_mib})
+        sender.send({"messages": size_mib * (1 << 20) // MESSAGE_BYTES})
         sent = sender.receive("sent", time.monotonic() + _TIMEOUT_S)
         if sent["is_bulk"] is not self.is_bulk:
             raise LaunchFailed("the stream used the other transport")
-        self.per_gb_s.append((launch.processor_s() - before_s) / (size_mib * MESSAGE_BYTES / 1e9))
+        self.per_gb_s.append((launch.processor_s() - before_s) / (size_mib * (1 << 20) / 1e9))
 
 
 def rows(say: Callable[[str], None], *, size_mib: int = SIZE_MIB, turns: int = TURNS) -> list[Row]:

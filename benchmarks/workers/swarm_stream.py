@@ -39,7 +39,7 @@ async def _take(channel: WorkerChannel) -> None:
     port = await server.start(identity, handlers, "127.0.0.1", 0)
     channel.publish("taker", f"{identity.peer_id} {port}")
     channel.send("ready")
-    await asyncio.to_thread(channel.receive)  # none comes; it ends this process with the command
+    await asyncio.to_thread(channel.receive)  # no order comes: this waits until the command ends this process
 
 
 async def _send(channel: WorkerChannel, settings: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ import pytest
 from benchmarks import links
 from benchmarks.allreduce import HIVEMIND, Setting
 from benchmarks.interleaving import Plan, Tally
+from benchmarks.limiting_factors import LIMITED_BY
 from benchmarks.measured_systems import MeasuredSystem, Round
 from benchmarks.results import Aim
 from swarm.testing.links import Link
@@ -100,3 +101,13 @@ def test_the_least_time_is_that_of_the_slowest_link_with_the_best_shares() -> No
     slow = Link.of(mbit_per_s=100, up_mbit_per_s=1)
     # its own values, and nothing to reduce
     assert links.least_s((fast, fast, fast, slow), 125e3) == pytest.approx(1.0)
+
+
+def test_every_reason_for_a_missed_aim_of_links_is_of_a_row_that_is_measured() -> None:
+    made = {
+        f"links-{one.identifier}-{codec}-{'hivemind' if name == HIVEMIND else name.split()[-1].lower()}"
+        for one in links.SCENARIOS
+        for codec in one.codecs
+        for name in (*one.beside.get(codec, ()), "alone")
+    }
+    assert {key for key in LIMITED_BY if key.startswith("links-")} <= made
