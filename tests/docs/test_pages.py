@@ -97,6 +97,11 @@ def test_a_diff_has_at_most_five_lines_with_arguments_that_exist(block: Block) -
             inspect.signature(made()).bind(*call.args, **{one.arg: one for one in call.keywords if one.arg})
 
 
+def test_every_call_whose_arguments_are_compared_is_in_a_diff() -> None:
+    shown = "\n".join(block.text for block in _ALL if block.language == "diff")
+    assert not [name for name in _MADE_IN_DIFFS if f"{name}(" not in shown]
+
+
 def test_messages_of_the_troubleshooting_page_are_those_of_the_program() -> None:
     sources = "\n".join(
         path.read_text(encoding="utf-8")

@@ -401,9 +401,12 @@ def test_a_search_without_answers_ends_with_an_error() -> None:
     play(scenario, seed=1)
 
 
-@pytest.mark.parametrize(("peers", "bucket_max", "reads"), [(33, 20, False), (200, 8, True), (200, 8, False)])
+@pytest.mark.parametrize(
+    ("peers", "bucket_max", "reads", "searches"),
+    [(33, 20, False, False), (200, 8, True, False), (200, 8, False, True)],
+)
 def test_a_write_needs_no_search_where_most_peers_are_known_or_the_key_was_read(
-    peers: int, bucket_max: int, reads: bool, monkeypatch: pytest.MonkeyPatch
+    peers: int, bucket_max: int, reads: bool, searches: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario(network: SimulatedNetwork) -> None:
         services = await swarm_of(network, peers, bucket_max)
@@ -423,7 +426,7 @@ def test_a_write_needs_no_search_where_most_peers_are_known_or_the_key_was_read(
         result = await writer.store(key, 2, ttl_s=600)
         assert result.replicas >= REPLICAS - 1
         assert STORE.name in called
-        assert (FIND.name in called) == (peers > 33 and not reads)
+        assert (FIND.name in called) == searches
         assert set(nearest(services, key)) <= {*holders(services, key), writer}
 
     play(scenario, seed=9)
