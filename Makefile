@@ -1,7 +1,7 @@
 # make demo    train a model with four peers on this machine, one command from a fresh clone
 # make test    the tests; installs what they need into .venv first
 # make check   format, lint, types, import layers, generated files
-# make bench   the figures in docs/benchmarks, against their peers (about an hour and a half; a quiet machine)
+# make bench   the figures in docs/benchmarks, against their peers (under two hours on a quiet machine; downloads 100 MB)
 # make gpu     checks and figures on a machine with a GPU, in eight minutes, without a network (docs/gpu.md)
 # make reach   volunteers behind routers, in network namespaces that the tests make; needs root and nftables
 # make chaos   real processes killed and frozen, the long form

@@ -28,7 +28,8 @@ SEND_BUFFER_BYTES = (
     512 << 10
 )  # bytes that a stream's buffers may accept at once; their speed says nothing about the link
 _ANNOUNCEMENT_BYTES_MAX = 32
-_GROWTH = 4  # of a frame compared with the one before it
+# The largest growth from one frame to the next; the last frame of a message, and a small message, count, too.
+_GROWTH = 4
 
 
 @dataclass(slots=True)

@@ -30,7 +30,7 @@ class CallSlots:
         return CallSlot(self, peer, deadline_s)
 
     async def enter(self, peer: PeerId, deadline_s: float) -> None:
-        """Take a slot, as `to` does."""
+        """Take a slot. Raises DeadlineExceeded when none was free until `deadline_s`."""
         slots = self._slots.get(peer)
         if slots is None:
             slots = self._slots[peer] = asyncio.Semaphore(OPEN_MAX)
@@ -41,14 +41,15 @@ class CallSlots:
                     await slots.acquire()
             else:
                 await slots.acquire()
-        except BaseException as error:
+        except TimeoutError:
             self._forget(peer)
-            if isinstance(error, TimeoutError):
-                raise DeadlineExceeded(f"{OPEN_MAX} other calls to peer {peer} did not end in time") from None
+            raise DeadlineExceeded(f"{OPEN_MAX} other calls to peer {peer} did not end in time") from None
+        except BaseException:
+            self._forget(peer)
             raise
 
     def leave(self, peer: PeerId) -> None:
-        """Return a slot."""
+        """Give a slot back."""
         self._slots[peer].release()
         self._forget(peer)
 

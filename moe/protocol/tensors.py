@@ -22,7 +22,7 @@ from swarm.core.errors import PeerError
 
 ALIGNMENT = 16  # alignment of every tensor in a payload: vector loads and NumPy need aligned elements
 CHUNK_BYTES = 1 << 20  # the size of a stream's messages
-_COPIED_BYTES = 32 << 10
+_COPIED_BYTES_MAX = 32 << 10
 _PADDING = bytes(ALIGNMENT)
 _FINITE = {dtype: PlainCodec("", 1, dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)}
 
@@ -171,8 +171,8 @@ def decode(
     batch: int,
     payload: Buffer | torch.Tensor,
 ) -> list[torch.Tensor | None]:
-    """Decode a payload into tensors on the host; these are views of the payload where it has the elements as
-    they are. `headers` must have passed `check_headers`.
+    """Decode a payload into tensors on the host. Where a payload of more than 32 KiB has the elements as they
+    are, these are views of it; a smaller one is copied first. `headers` must have passed `check_headers`.
 
     Raises PeerError when the payload has another size, an element is not allowed by its dtype or codec, or is
     NaN or infinity.
@@ -210,7 +210,7 @@ def check_payload(
 
 def _bytes_of(payload: Buffer) -> torch.Tensor:
     """Return a flat uint8 tensor of a payload; small ones are copied, which is quicker than `view_bytes`."""
-    if 0 < len(payload) <= _COPIED_BYTES:
+    if 0 < len(payload) <= _COPIED_BYTES_MAX:
         return torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     return view_bytes(payload)
 
@@ -221,14 +221,15 @@ def is_finite(tensor: torch.Tensor) -> bool:
     if not dtype.is_floating_point:
         return True
     if tensor.numel() <= SERIAL_ELEMENTS_MAX:
-        # the quickest way for a small tensor; finite numbers whose sum is not are looked at below
+        # the quickest way for a small tensor, as in `averaging.optim.finite`; finite numbers whose sum is not
+        # finite are looked at below
         total = tensor.detach().sum(dtype=torch.float32 if dtype.itemsize < 4 else None)
         if math.isfinite(total.item()):
             return True
     check = _FINITE.get(dtype)
     if check is None or tensor.device.type != "cpu" or not tensor.is_contiguous():
         return bool(torch.isfinite(tensor).all())
-    return check.is_finite(flat_bytes(tensor)) if tensor.numel() else True
+    return check.is_finite(flat_bytes(tensor))
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -194,7 +194,8 @@ class Expert:
 
     def apply(self) -> None:
         """Run the second half of `backward`: one optimizer step with the accumulated gradients; with a target
-        batch, only if that is complete. Raises ComputationFailed when the gradients were not used.
+        batch, the steps that are due if it is complete. Raises ComputationFailed when the gradients were not
+        used.
         """
         with using(self.device):
             try:
@@ -210,7 +211,8 @@ class Expert:
     def target_batch_size(self) -> int:
         """Return the number of samples of one step: gradients of backward passes are added up until they are
         of that many, so the number of steps does not depend on how requests meet. Samples beyond the target
-        count for the next step. 0, the default: one step for each batch of requests. It can be set.
+        count for the next step. 0, the default: one step for each batch of requests. It can be set, from the
+        next step on.
         """
         return self._target_batch_size
 
@@ -316,8 +318,8 @@ class Expert:
         return stepped
 
     def step_alone(self) -> bool:
-        """Make the step of a target batch that is complete, after the replicas are gone. The lock must be
-        held. Return whether one was made.
+        """Make the steps of a target batch that is complete, after the replicas are gone. The lock must be
+        held. Return whether a batch was used.
         """
         if self.counted < self._target_batch_size or not self._gathered:
             return False

@@ -42,8 +42,8 @@ _log = logging.getLogger(__name__)
 
 EXPERTS_MAX = 4096
 _DECLARE_S = 1.0  # how long the constructor waits until others can find the experts
-# how long it waits for states that are taken over; larger ones arrive in the background
-_TAKE_OVER_S = 30.0
+# how long it waits for states that are taken over; those that take longer arrive in the background
+_START_S_MAX = 30.0
 _DRAIN_S = 1.0  # time for waiting requests when the server closes
 # when the node closes first: it gives its services one second in all
 _DRAIN_WITH_NODE_S = 0.2
@@ -246,7 +246,7 @@ class ExpertServer:
         self._tasks = [node.supervisor.spawn("opening experts", self._begin, restart=True)]
         node.at_close(self._close_with_node)
         self._forget_addresses = node.at_announced(self._declarations.renew_soon)
-        if await wait_until_set(self._ready, _TAKE_OVER_S):
+        if await wait_until_set(self._ready, _START_S_MAX):
             await wait_until_set(self._declarations.declared, _DECLARE_S)
 
     async def _begin(self) -> None:

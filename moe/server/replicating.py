@@ -44,9 +44,9 @@ _GROUP_SIZE = 8
 _CODEC = "float16"
 _READ_TIMEOUT_S = 5.0
 _UNSETTLED_PERIODS = 10  # a server that was alone for this long continues from its own state
-# A server that starts asks again for states that replicas did not give, after these pauses. It does not wait
-# longer, since a hostile one never gives its state.
-_TAKE_OVER_S = 60.0
+# A server that starts asks again for states that replicas did not give, with these pauses, for at most this
+# long: a hostile replica never gives its state. None of its experts is declared before.
+_TAKE_OVER_S_MAX = 60.0
 _PAUSE_FIRST_S, _PAUSE_S_MAX = 0.5, 8.0
 _TAKEN_OVER_AT_ONCE = 4  # states: each is in memory twice for a moment
 
@@ -78,7 +78,7 @@ class Replicating:
         again: callers would train random weights.
         """
         loop, uids = asyncio.get_running_loop(), self._learning
-        until_s, pauses = loop.time() + _TAKE_OVER_S, Backoff(_PAUSE_FIRST_S, _PAUSE_S_MAX, random)
+        until_s, pauses = loop.time() + _TAKE_OVER_S_MAX, Backoff(_PAUSE_FIRST_S, _PAUSE_S_MAX, random)
         while True:
             try:
                 others = await self._find_others(uids)

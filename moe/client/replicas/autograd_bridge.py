@@ -68,7 +68,8 @@ def attach_backward(
     device, differentiated by `backward`.
 
     `backward` is called even when no input needs a gradient, so that experts learn. A loss that overflowed,
-    as GradScaler expects to happen, reaches no expert: the input gradients are NaN then.
+    as GradScaler expects to happen, reaches no expert: the input gradients are NaN then. Without grad mode,
+    the outputs are plain tensors.
     """
     if not torch.is_grad_enabled():
         return tuple(_own_tensor(output.to(inputs[0].device)) for output in outputs)
