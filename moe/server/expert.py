@@ -193,9 +193,8 @@ class Expert:
         return [found[number] for number in range(len(passes))]
 
     def apply(self) -> None:
-        """Run the second half of `backward`: one optimizer step with the accumulated gradients; with a target
-        batch, the steps that are due if it is complete. Raises ComputationFailed when the gradients were not
-        used.
+        """Run the second half of `backward`: one optimizer step with the accumulated gradients; the due steps
+        of a target batch if it is complete. Raises ComputationFailed when the gradients were not used.
         """
         with using(self.device):
             try:
@@ -211,8 +210,7 @@ class Expert:
     def target_batch_size(self) -> int:
         """Return the number of samples of one step: gradients of backward passes are added up until they are
         of that many, so the number of steps does not depend on how requests meet. Samples beyond the target
-        count for the next step. 0, the default: one step for each batch of requests. It can be set, from the
-        next step on.
+        count for the next step. 0, the default: one step for each batch of requests. It can be set.
         """
         return self._target_batch_size
 
