@@ -10,12 +10,13 @@ from averaging.optim.optimizer import Optimizer
 from swarm.core.errors import UsageError
 from swarm.frameworks.shared import SharedSchedule, begin, check_one_process, refuse_schedule, report_losses
 
+__all__ = ["HuggingFaceCallback", "SharedSchedule"]
+
 
 class HuggingFaceCallback(TrainerCallback):  # type: ignore[misc]
     """Lets a `transformers.Trainer` train together with a swarm:
 
-        schedule = SharedSchedule(opt)
-        Trainer(…, optimizers=(opt, schedule), callbacks=[HuggingFaceCallback(opt)])
+        Trainer(…, optimizers=(opt, SharedSchedule(opt)), callbacks=[HuggingFaceCallback(opt)])
 
     It loads the swarm's state before the first step, also after `resume_from_checkpoint`, publishes the
     losses that the Trainer logs, and ends the training after `epochs` epochs of the swarm. When `train`

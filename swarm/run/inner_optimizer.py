@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import MethodType
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
@@ -15,6 +17,7 @@ from averaging.optim.muon import MuonWithAdamW
 from swarm.core.errors import UsageError
 from swarm.run.specification import OptimizerChoice, Schedule
 from swarm.run.task import Task
+from swarm.run.task_errors import explained_of
 
 
 def build_optimizer(
@@ -71,6 +74,12 @@ def _of_task(
     optimizer = build(name, model, choice)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(f"the task's optimizer {name!r} is not a torch optimizer but {optimizer!r:.60}")
+
+    def step(stepping: torch.optim.Optimizer, *arguments: Any) -> Any:
+        with explained_of(task, f"failed in a step of its optimizer {name!r}"):
+            return type(stepping).step(stepping, *arguments)
+
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]  # schedulers ask for a method
     return optimizer
 
 

@@ -35,6 +35,7 @@ def until_gone(child: Child, seconds: float = 3.0) -> float:
     return time.monotonic() - started_s
 
 
+@pytest.mark.timing
 def test_no_child_survives_an_error_in_the_body() -> None:
     children = Children()
     child = children.start("entry", *ENTRY)
@@ -81,6 +82,7 @@ def test_the_error_text_of_a_failed_child_is_its_last_line() -> None:
         assert child.process.returncode == 2
 
 
+@pytest.mark.timing
 def test_a_stopped_child_is_killed() -> None:
     if os.name != "posix":
         pytest.skip("stops a process with a POSIX signal")

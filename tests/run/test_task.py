@@ -15,8 +15,9 @@ import torch
 import swarm
 from swarm.cli.new_task import new_task
 from swarm.core.errors import SwarmError, UsageError
+from swarm.run.inner_optimizer import build_optimizer, schedule_factory
 from swarm.run.microbatches import MicroBatches
-from swarm.run.specification import RunSpecification
+from swarm.run.specification import OptimizerChoice, RunSpecification, Schedule
 from swarm.run.task import ENTRY_POINT_GROUP, installed_package, make_task
 
 ROOT = Path(__file__).parent.parent.parent
@@ -194,6 +195,46 @@ def test_a_mistake_in_a_task_is_a_sentence_with_its_name(
         assert "task_errors.py" not in str(raised.value), "not where the mistake is"
     else:
         train_a_step(task)
+
+
+class FailingOptimizer(torch.optim.SGD):
+    """An optimizer whose third step fails."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        if self.steps == 3:
+            raise ZeroDivisionError("no such step")
+        return super().step(closure)
+
+
+class TaskWithAnOptimizer(BrokenTask):
+    """A task that has an optimizer of its own, which fails."""
+
+    def build_optimizer(self, name: str, model: torch.nn.Module, choice: Any) -> torch.optim.Optimizer:
+        return FailingOptimizer(model.parameters(), lr=choice.learning_rate)
+
+
+def test_an_error_in_a_step_of_the_optimizer_of_a_task_is_a_sentence_with_its_name(
+    install: Callable[..., None],
+) -> None:
+    install("stepping", f"{__name__}:TaskWithAnOptimizer")
+    task = make_task("stepping", {"where": ""})
+    model = torch.nn.Linear(1, 1)
+    optimizer = build_optimizer(model, OptimizerChoice(name="task:third", learning_rate=1.0), task)
+    schedule = schedule_factory(Schedule(warmup_epochs=3))(optimizer)
+    before = model.weight.detach().clone()
+    for _ in range(2):
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+        schedule.step()
+    assert not torch.equal(before, model.weight), "steps are those of the task's class"
+    with pytest.raises(
+        SwarmError,
+        match=r"^the task .stepping. failed in a step of its optimizer .third.: ZeroDivisionError: no such",
+    ):
+        optimizer.step()
 
 
 def test_a_task_that_cannot_be_imported_is_named(install: Callable[..., None]) -> None:

@@ -146,6 +146,7 @@ def test_peers_that_choose_other_codecs_do_not_meet(nodes: list[Node]) -> None:
         assert "1 tensors in int8" in result.detail
 
 
+@pytest.mark.timing
 def test_a_group_smaller_than_its_target_forms_at_once(nodes: list[Node]) -> None:
     with Party(
         nodes[:3], "smaller", lambda index: [torch.full((4,), float(index))], target_group_size=8
@@ -160,6 +161,7 @@ def test_a_group_smaller_than_its_target_forms_at_once(nodes: list[Node]) -> Non
         assert sorted(times)[2] < 0.5
 
 
+@pytest.mark.timing
 def test_rounds_follow_one_another(nodes: list[Node]) -> None:
     with Party(nodes, "rounds", lambda index: [torch.full((4,), float(index))]) as party:
         for number in range(8):
@@ -201,6 +203,7 @@ def test_rounds_to_mix_make_a_swarm_larger_than_a_group_exact(nodes: list[Node])
             torch.testing.assert_close(second, torch.arange(9.0) * mean, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.timing
 def test_a_lone_peer_gets_a_result_at_once(nodes: list[Node]) -> None:
     tensor = torch.arange(4.0)
     with Averager(nodes[0], [tensor], name="alone") as averager:
@@ -215,6 +218,7 @@ def test_a_lone_peer_gets_a_result_at_once(nodes: list[Node]) -> None:
     assert torch.equal(tensor, torch.arange(4.0))
 
 
+@pytest.mark.timing
 def test_different_tensors_are_named(nodes: list[Node]) -> None:
     with (
         Averager(nodes[0], [torch.zeros(4)], name="schema"),
@@ -320,6 +324,7 @@ def test_a_broken_round_is_retried_with_the_remaining_peers(nodes: list[Node]) -
         assert all(torch.equal(mine[0], torch.full((size,), 0.5)) for mine in party.tensors)
 
 
+@pytest.mark.timing
 def test_peers_notice_a_closed_averager(nodes: list[Node]) -> None:
     with Party(nodes[:3], "goodbye", lambda index: [torch.full((4,), float(index))]) as party:
         fine(party.step())

@@ -344,6 +344,7 @@ def test_stream_fails_at_its_deadline() -> None:
     run(scenario)
 
 
+@pytest.mark.timing
 def test_deadline_includes_connecting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bulk_calls, "CONNECT_S_MIN", 30.0)
     monkeypatch.setattr(bulk_calls, "CONNECT_S_MAX", 30.0)
@@ -365,6 +366,7 @@ def test_deadline_includes_connecting(monkeypatch: pytest.MonkeyPatch) -> None:
     run(scenario)
 
 
+@pytest.mark.timing
 def test_deadline_includes_asking_for_a_token() -> None:
     """Regression: a stream with 0.3 s waited 5 s for a peer that did not answer."""
 
@@ -436,6 +438,7 @@ def test_stopping_server_ends_its_bulk_streams() -> None:
     run(scenario)
 
 
+@pytest.mark.timing
 def test_streams_of_both_transports_have_the_same_time_to_end() -> None:
     async def scenario() -> None:
         async with bulk_pair() as pair:

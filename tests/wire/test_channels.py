@@ -42,6 +42,7 @@ def test_an_unreachable_peer_is_reported_with_every_address() -> None:
     run(scenario)
 
 
+@pytest.mark.timing
 def test_an_unresponsive_address_costs_only_its_timeout() -> None:
     """A listening socket that never answers: TCP connects, but the TLS handshake gets no reply."""
 
@@ -58,6 +59,7 @@ def test_an_unresponsive_address_costs_only_its_timeout() -> None:
     run(scenario)
 
 
+@pytest.mark.timing
 def test_an_answering_address_wins_over_unresponsive_ones() -> None:
     async def scenario() -> None:
         with socket.create_server(("127.0.0.1", 0)) as hole:
@@ -79,6 +81,7 @@ def test_an_answering_address_wins_over_unresponsive_ones() -> None:
     run(scenario)
 
 
+@pytest.mark.timing
 def test_a_restarted_peer_is_dialed_at_once() -> None:
     """gRPC by itself would wait for its backoff: a second, and up to two minutes after repeated failures."""
 

@@ -131,6 +131,7 @@ def test_peers_that_never_answer_identify_are_called_all_the_same() -> None:
     run(test)
 
 
+@pytest.mark.timing
 def test_a_relay_that_dies_fails_calls_at_once_and_is_replaced() -> None:
     async def test(scene: Scene) -> None:
         (first, dying), (second, _), (third, _) = [await scene.relay() for _ in range(3)]
@@ -151,6 +152,7 @@ def test_a_relay_that_dies_fails_calls_at_once_and_is_replaced() -> None:
     run(test)
 
 
+@pytest.mark.timing
 def test_a_relay_that_freezes_is_noticed_within_five_seconds() -> None:
     async def test(scene: Scene) -> None:
         relay, _ = await scene.relay()

@@ -47,6 +47,7 @@ def test_a_relay_that_cuts_circuits_fails_one_call_and_the_next_uses_another_rel
     run(test)
 
 
+@pytest.mark.timing
 def test_a_relay_that_delays_circuits_does_not_delay_calls_if_there_is_another_relay() -> None:
     async def test(scene: Scene) -> None:
         (slow, service), (honest, _) = await scene.relay(), await scene.relay()

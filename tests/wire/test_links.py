@@ -64,6 +64,7 @@ def run(links: Links, size: int) -> tuple[float, float]:
             sink.kill()
 
 
+@pytest.mark.timing
 @needs_links
 def test_a_link_has_its_rate_its_delay_and_its_count() -> None:
     with Links([Link.of(mbit_per_s=100, up_mbit_per_s=20, round_trip_s=0.05)] * 2) as links:
@@ -201,6 +202,7 @@ def check_cap(windows: list[tuple[float, int]], cap: float) -> None:
     assert max(sent / seconds for seconds, sent in windows) >= 0.95 * cap, (windows, cap)
 
 
+@pytest.mark.timing
 @needs_links
 def test_caps_are_kept_and_used_up_on_the_wire() -> None:
     """While there is always something to send: what leaves a peer with caps, and what comes to it, from two

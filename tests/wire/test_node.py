@@ -65,6 +65,7 @@ def test_a_node_that_is_given_its_own_address_says_that_its_identity_may_have_be
             assert other.join_failures == []
 
 
+@pytest.mark.timing
 def test_starting_and_closing_a_node_is_fast() -> None:
     with Node(listen=HERE) as bootstrap:
         took_s = []
@@ -102,6 +103,7 @@ def test_a_bootstrap_peer_that_is_down_is_joined_when_it_comes_up() -> None:
             assert node.peers()[0].peer_id == identity.peer_id
 
 
+@pytest.mark.timing
 def test_an_unresponsive_bootstrap_address_delays_neither_start_nor_close() -> None:
     with socket.create_server(("127.0.0.1", 0)) as hole:
         address = f"/ip4/127.0.0.1/tcp/{hole.getsockname()[1]}/p2p/{Identity.generate().peer_id}"
@@ -191,6 +193,7 @@ def test_an_introduction_under_another_name_is_refused() -> None:
         assert all(known.peer_id == liar.peer_id for known in one.peers())
 
 
+@pytest.mark.timing
 def test_services_close_in_reverse_order_and_cannot_delay_the_node() -> None:
     order: list[str] = []
     node, other = Node(listen=HERE), Node(listen=HERE)
