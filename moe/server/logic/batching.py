@@ -30,8 +30,8 @@ _RATE_SHARE_MIN = 0.8
 # time that a batch may always take: joining requests for less than a round trip delays nobody
 _BATCH_S_MIN = 0.005
 _TIMES_MAX = 8  # of a class: the newest, of which the quickest counts, since other work only adds time
-# After so many batches within the limit, one may have twice the samples: its class may have been measured
-# while other work went on, or have become quicker. Doubles with each such batch that changes nothing.
+# After this number of batches within the limit, one may have twice the samples: other work may have delayed
+# its class before, or it has become quicker. Doubles with each such batch that changes nothing.
 _PROBE_BATCHES_FIRST = 4
 _PROBE_BATCHES_MAX = 256
 
