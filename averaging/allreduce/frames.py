@@ -28,6 +28,7 @@ SEND_BUFFER_BYTES = (
     512 << 10
 )  # bytes that a stream's buffers may accept at once; their speed says nothing about the link
 _ANNOUNCEMENT_BYTES_MAX = 32
+_GROWTH = 4  # of a frame compared with the one before it
 
 
 @dataclass(slots=True)
@@ -36,19 +37,31 @@ class FrameSize:
 
     # lower bound of the link's speed; None: not known, this stream measures it
     bytes_per_s: float | None
-    began_s: float
-    _taken_bytes: int = 0
+    _buffered_bytes: int = 0
+    _taken_bytes: int = 0  # after those in the buffers
+    _busy_s: float = 0.0
+    _last_bytes: int = FRAME_BYTES_MIN
 
-    def taken(self, size_bytes: int) -> None:
-        """Count bytes that the transport has taken."""
+    def taken(self, size_bytes: int, took_s: float) -> None:
+        """Count bytes that the transport has taken in this time. The time between messages, in which values
+        are waited for, says nothing about the link, and neither does the time of what the buffers take.
+        """
+        if self._buffered_bytes < SEND_BUFFER_BYTES:
+            self._buffered_bytes += size_bytes
+            return
         self._taken_bytes += size_bytes
+        self._busy_s += took_s
+        self._last_bytes = max(size_bytes, FRAME_BYTES_MIN)
 
-    def next_bytes(self, now_s: float) -> int:
-        """Return the size of the next frame."""
-        rate = self.bytes_per_s
-        if rate is None:
-            rate = max(self._taken_bytes - SEND_BUFFER_BYTES, 0) / max(now_s - self.began_s, 1e-6)
-        return max(FRAME_BYTES_MIN, min(int(rate * FRAME_S), MESSAGE_BYTES_MAX))
+    def next_bytes(self) -> int:
+        """Return the size of the next frame. Frames of a link that is not known grow step by step, because
+        its buffers may be larger.
+        """
+        if self.bytes_per_s is not None:
+            size = int(self.bytes_per_s * FRAME_S)
+        else:
+            size = min(int(self._taken_bytes / max(self._busy_s, 1e-6) * FRAME_S), _GROWTH * self._last_bytes)
+        return max(FRAME_BYTES_MIN, min(size, MESSAGE_BYTES_MAX))
 
 
 class FramedStream:
@@ -66,7 +79,7 @@ class FramedStream:
     ) -> None:
         self._stream, self._clock, self._speed = stream, clock, speed
         self._came, self._went = came, went
-        self._size = FrameSize(speed.known_bytes_per_s, clock.monotonic_s())
+        self._size = FrameSize(speed.known_bytes_per_s)
         self._opening: ExchangeHeader | None = None  # to be sent with the first message
         self._first = b""  # a message that arrived with the opening
 
@@ -83,7 +96,7 @@ class FramedStream:
         return self._stream.peer_id
 
     async def send(self, message: bytes) -> None:
-        size = self._size.next_bytes(self._clock.monotonic_s())
+        size = self._size.next_bytes()
         opening, self._opening = self._opening, None
         if opening is not None:
             if len(message) <= size:
@@ -96,17 +109,19 @@ class FramedStream:
         await self._stream.send(pack(ExchangeHeader(frames=ExchangeFrames(bytes=len(message)))))
         start = 0
         while start < len(message):
-            frame = message[start : start + self._size.next_bytes(self._clock.monotonic_s())]
+            frame = message[start : start + self._size.next_bytes()]
             await self._send(frame)
             start += len(frame)
 
     async def _send(self, message: bytes) -> None:
-        self._speed.begin(self._clock.monotonic_s())
+        began_s = self._clock.monotonic_s()
+        self._speed.begin(began_s)
         try:
             await self._stream.send(message)
         finally:
-            self._speed.end(len(message), self._clock.monotonic_s())
-        self._size.taken(len(message))
+            ended_s = self._clock.monotonic_s()
+            self._speed.end(len(message), ended_s)
+        self._size.taken(len(message), ended_s - began_s)
         self._went()
 
     async def receive(self) -> bytes | None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator
 
 from swarm.core.errors import DeadlineExceeded
 from swarm.core.ids import PeerId
@@ -25,29 +23,51 @@ class CallSlots:
         self._slots: dict[PeerId, asyncio.Semaphore] = {}
         self._users: Counter[PeerId] = Counter()  # calls under way, and those that wait
 
-    @contextlib.asynccontextmanager
-    async def to(self, peer: PeerId, deadline_s: float) -> AsyncIterator[None]:
-        """Hold a slot for a call. `deadline_s` is a time of the loop's clock. Raises DeadlineExceeded when no
-        slot was free until then.
+    def to(self, peer: PeerId, deadline_s: float) -> CallSlot:
+        """Return a context manager that holds a slot for a call. `deadline_s` is a time of the loop's clock.
+        Entering it raises DeadlineExceeded when no slot was free until then.
         """
+        return CallSlot(self, peer, deadline_s)
+
+    async def enter(self, peer: PeerId, deadline_s: float) -> None:
+        """Take a slot, as `to` does."""
         slots = self._slots.get(peer)
         if slots is None:
             slots = self._slots[peer] = asyncio.Semaphore(OPEN_MAX)
         self._users[peer] += 1
         try:
-            try:
-                if slots.locked():
-                    async with asyncio.timeout_at(deadline_s):
-                        await slots.acquire()
-                else:
+            if slots.locked():
+                async with asyncio.timeout_at(deadline_s):
                     await slots.acquire()
-            except TimeoutError:
+            else:
+                await slots.acquire()
+        except BaseException as error:
+            self._forget(peer)
+            if isinstance(error, TimeoutError):
                 raise DeadlineExceeded(f"{OPEN_MAX} other calls to peer {peer} did not end in time") from None
-            try:
-                yield
-            finally:
-                slots.release()
-        finally:
-            self._users[peer] -= 1
-            if not self._users[peer]:
-                del self._users[peer], self._slots[peer]
+            raise
+
+    def leave(self, peer: PeerId) -> None:
+        """Return a slot."""
+        self._slots[peer].release()
+        self._forget(peer)
+
+    def _forget(self, peer: PeerId) -> None:
+        self._users[peer] -= 1
+        if not self._users[peer]:
+            del self._users[peer], self._slots[peer]
+
+
+class CallSlot:
+    """One call's slot. A class, because a generator takes longer, and every call enters it."""
+
+    __slots__ = ("_deadline_s", "_peer", "_slots")
+
+    def __init__(self, slots: CallSlots, peer: PeerId, deadline_s: float) -> None:
+        self._slots, self._peer, self._deadline_s = slots, peer, deadline_s
+
+    async def __aenter__(self) -> None:
+        await self._slots.enter(self._peer, self._deadline_s)
+
+    async def __aexit__(self, *_: object) -> None:
+        self._slots.leave(self._peer)

@@ -17,11 +17,12 @@ import torch
 
 from moe.protocol.schema import Leaf
 from swarm.compression import Buffer, Codec, find_wire_id, view_bytes, view_tensor
-from swarm.compression.plain import PlainCodec
+from swarm.compression.plain import SERIAL_ELEMENTS_MAX, PlainCodec
 from swarm.core.errors import PeerError
 
 ALIGNMENT = 16  # alignment of every tensor in a payload: vector loads and NumPy need aligned elements
 CHUNK_BYTES = 1 << 20  # the size of a stream's messages
+_COPIED_BYTES = 32 << 10
 _PADDING = bytes(ALIGNMENT)
 _FINITE = {dtype: PlainCodec("", 1, dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)}
 
@@ -190,7 +191,7 @@ def check_payload(
     """Check a payload as `decode` does, with the same errors, without decoding it. The result can be decoded
     later and on another device.
     """
-    raw = payload if isinstance(payload, torch.Tensor) else view_bytes(payload)
+    raw = payload if isinstance(payload, torch.Tensor) else _bytes_of(payload)
     found: list[Encoded | None] = []
     start = 0
     for number, (header, leaf) in enumerate(zip(headers, leaves, strict=True)):
@@ -207,11 +208,24 @@ def check_payload(
     return found
 
 
+def _bytes_of(payload: Buffer) -> torch.Tensor:
+    """Return a flat uint8 tensor of a payload; small ones are copied, which is quicker than `view_bytes`."""
+    if 0 < len(payload) <= _COPIED_BYTES:
+        return torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    return view_bytes(payload)
+
+
 def is_finite(tensor: torch.Tensor) -> bool:
     """Return whether a tensor, on any device, has no NaN and no infinity."""
-    if not tensor.dtype.is_floating_point:
+    dtype = tensor.dtype
+    if not dtype.is_floating_point:
         return True
-    check = _FINITE.get(tensor.dtype)
+    if tensor.numel() <= SERIAL_ELEMENTS_MAX:
+        # the quickest way for a small tensor; finite numbers whose sum is not are looked at below
+        total = tensor.detach().sum(dtype=torch.float32 if dtype.itemsize < 4 else None)
+        if math.isfinite(total.item()):
+            return True
+    check = _FINITE.get(dtype)
     if check is None or tensor.device.type != "cpu" or not tensor.is_contiguous():
         return bool(torch.isfinite(tensor).all())
     return check.is_finite(flat_bytes(tensor)) if tensor.numel() else True

@@ -159,7 +159,11 @@ class ExpertLearner:
                 raise
             self._undo(undo)
             raise StepRefused(f"the optimizer failed: {type(error).__name__}: {error}") from error
-        if not all_finite([*self.masters, *self.parameters, *undo.statistics()]):
+        # a parameter of full precision is its own master
+        rounded = [
+            one for one, master in zip(self.parameters, self.masters, strict=True) if one is not master
+        ]
+        if not all_finite([*self.masters, *rounded, *undo.statistics()]):
             self._undo(undo)
             raise StepRefused("the step would have left parameters that are not finite, so it was undone")
         if self.schedule is not None:

@@ -40,6 +40,8 @@ class PeerStanding:
         """`holders`: by run, the peers whose capabilities are admitted now (`Admission.holders`)."""
         self._members: dict[str, dict[PeerId, None]] = {}
         self._holders = dict(holders or {})
+        # all tables of members, replaced as a whole: each call of each peer looks itself up in them
+        self._tables: tuple[Collection[PeerId], ...] = tuple(self._holders.values())
         self._foundings: dict[str, Founding] = {}
 
     def set_founding(self, run: str, founding: Founding) -> None:
@@ -57,27 +59,28 @@ class PeerStanding:
             return
         earlier = [peer for peer in self._members.get(run, ()) if peer not in named]
         self._members[run] = dict.fromkeys([*earlier, *named][-MEMBERS_MAX:])
+        self._tables = (*self._members.values(), *self._holders.values())
 
     def forget_run(self, run: str) -> None:
         """Forget the members that certificates of a run named: this node has left it. Holders of capabilities
         stay members.
         """
         self._members.pop(run, None)
+        self._tables = (*self._members.values(), *self._holders.values())
 
     def has_members(self, run: str | None = None) -> bool:
         """Return whether this node knows members of the run, or without one of any run."""
         if run is not None:
             return bool(self._members.get(run) or self._holders.get(run))
-        return bool(self._members or any(self._holders.values()))
+        return any(self._tables)
 
     def is_member(self, peer: PeerId, run: str | None = None) -> bool:
         """Return whether a peer is a member of the run, or without one of any run that this node knows."""
         if run is not None:
             return peer in self._members.get(run, ()) or peer in self._holders.get(run, ())
-        for tables in (self._members, self._holders):
-            for members in list(tables.values()):
-                if peer in members:  # without a generator: each call of each peer asks this
-                    return True
+        for members in self._tables:  # noqa: SIM110 (no generator: each call of each peer asks this)
+            if peer in members:
+                return True
         return False
 
     def runs(self) -> list[str]:

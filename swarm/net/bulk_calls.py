@@ -8,6 +8,7 @@ port, only means that the stream uses gRPC.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import sys
@@ -231,9 +232,14 @@ class BulkConnections:
         return frozenset(self._open.values())
 
     def is_possible(self, peer_id: PeerId) -> bool:
-        """Return whether it makes sense to begin a stream here: no attempt has failed recently."""
+        """Return whether it makes sense to begin a stream here: there is an unused connection, or no attempt
+        has failed recently.
+        """
+        return self._is_on and (peer_id in self._idle or self._may_connect(peer_id))
+
+    def _may_connect(self, peer_id: PeerId) -> bool:
         retry_s = self._retry_s.get(peer_id)
-        return self._is_on and (retry_s is None or retry_s <= asyncio.get_running_loop().time())
+        return retry_s is None or retry_s <= asyncio.get_running_loop().time()
 
     async def begin(
         self,
@@ -253,6 +259,8 @@ class BulkConnections:
             call = await self._call_on(connection, method, deadline_s)
             if call is not None:
                 return call
+        if not self._may_connect(peer_id):
+            return None
         made = await self._connect(peer_id, control, ask, deadline_s)
         return None if made is None else await self._call_on(made, method, deadline_s)
 
@@ -336,14 +344,27 @@ class BulkConnections:
         try:
             if reply.grpc_port != control.address.port or not _is_valid(reply):
                 raise BulkLost("its gRPC port is forwarded, or its answer is malformed")
-            endpoint = next(iter(control.endpoints))[0], reply.port
+            hosts = [host for host, _ in control.endpoints]
+            secret = BulkSecret(reply.secret, self._own, peer_id)
             async with asyncio.timeout_at(until_s if deadline_s is None else min(until_s, deadline_s)):
-                return await self._dial(endpoint, BulkSecret(reply.secret, self._own, peer_id))
+                return await self._dial_one(hosts, reply.port, secret, until_s)
         except (OSError, BulkLost) as error:  # a timeout is an OSError
             _logger.debug("no bulk connection to peer %s: %s", peer_id, error)
             if not isinstance(error, TimeoutError) or loop.time() >= until_s:
                 self._not_before(peer_id, RETRY_S)  # else the stream's own limit ended the attempt
             return None
+
+    async def _dial_one(self, hosts: list[str], port: int, secret: BulkSecret, until_s: float) -> BulkSocket:
+        """Return a connection to the first host that proves to be the peer. A name may stand for several, of
+        which gRPC has reached one and does not say which; the token stays valid until the peer has got it.
+        """
+        loop = asyncio.get_running_loop()
+        for left in range(len(hosts), 1, -1):
+            share_s = (until_s - loop.time()) / left
+            with contextlib.suppress(OSError, BulkLost):
+                async with asyncio.timeout(share_s):
+                    return await self._dial((hosts[-left], port), secret)
+        return await self._dial((hosts[-1], port), secret)
 
     async def _dial(self, endpoint: Endpoint, secret: BulkSecret) -> BulkSocket:
         loop = asyncio.get_running_loop()

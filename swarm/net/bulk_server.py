@@ -27,7 +27,7 @@ from swarm.net.bulk_calls import BULK, IS_SUPPORTED, MAGIC, encode_status
 from swarm.net.bulk_socket import BulkLost, BulkSocket, configure
 from swarm.net.callers import OpenCalls, RemoteCaller, caller_host
 from swarm.net.calls import ANSWER_S_MAX, Outcome
-from swarm.net.logic.sealing import SECRET_BYTES, TOKEN_BYTES, BulkSecret, FrameKind
+from swarm.net.logic.sealing import BODY_BYTES_MAX, SECRET_BYTES, TOKEN_BYTES, BulkSecret, FrameKind
 from swarm.net.rpc import Handlers
 from swarm.net.scope import prefix_of
 from swarm.net.throttle import Throttle
@@ -48,7 +48,7 @@ _METHOD_BYTES_MAX = 200
 PORTS_APART = 10_000  # nearer ports are those of libp2p, and of other peers on the same machine
 _ACCEPTS_MAX = 16  # per turn of the event loop
 _QUEUE = 128  # connections that wait to be accepted
-_LAST_TURNS = 4  # of the event loop, in which streams that are ended at close send their last frames
+_LAST_S_MAX = 0.2  # in which streams that are ended at close send their last frames
 _REFUSED = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.PERMISSION_DENIED)
 _CLOSING: Outcome = (grpc.StatusCode.CANCELLED, "the peer is closing", b"")
 Serve = Callable[[RemoteCaller, str, str, "BulkContext"], Coroutine[Any, Any, Outcome]]
@@ -60,11 +60,12 @@ class _Broke(aio.BaseError):  # type: ignore[misc, unused-ignore]
 
 class BulkContext:
     """A stream on a bulk connection at its callee, with those methods of gRPC's context that handlers'
-    streams use.
+    streams use. Frames with a body of more than `body_bytes_max` end the connection before they are read.
     """
 
     def __init__(self, connection: BulkSocket) -> None:
         self._connection = connection
+        self.body_bytes_max = BODY_BYTES_MAX
 
     async def send_initial_metadata(self, metadata: object) -> None:
         """Do nothing: only gRPC needs it."""
@@ -72,7 +73,7 @@ class BulkContext:
     async def read(self) -> Any:
         """Return the next message. Raises aio.BaseError when the connection broke."""
         try:
-            kind, body = await self._connection.receive()
+            kind, body = await self._connection.receive(self.body_bytes_max)
         except BulkLost as lost:
             raise _Broke(str(lost)) from None
         if kind is not FrameKind.DATA:
@@ -114,6 +115,7 @@ class BulkServer:
         self._tickets: dict[bytes, _Ticket] = {}
         self._unproven: dict[asyncio.Task[None], str] = {}  # with their address prefixes, the oldest first
         self._handling: set[asyncio.Task[Outcome]] = set()
+        self._unanswered: set[asyncio.Future[None]] = set()  # of streams whose last frame is not sent
         self._tasks = Supervisor()
         self._listening: socket.socket | None = None
         self._grpc_port = 0
@@ -161,8 +163,8 @@ class BulkServer:
             await asyncio.wait(self._handling, timeout=grace_s)
         for handling in self._handling:
             handling.cancel()
-        for _ in range(_LAST_TURNS):
-            await asyncio.sleep(0)
+        if self._unanswered:
+            await asyncio.wait(self._unanswered, timeout=_LAST_S_MAX)
         await self._tasks.close()
 
     def _expire(self, token: bytes) -> None:
@@ -263,33 +265,27 @@ class BulkServer:
         handling = asyncio.get_running_loop().create_task(
             self._serve(caller, host, body.decode(errors="replace"), BulkContext(connection))
         )
+        answered = asyncio.get_running_loop().create_future()
         self._handling.add(handling)
+        self._unanswered.add(answered)
         connection.on_lost = handling.cancel
         try:
-            await asyncio.wait({handling})
+            try:
+                await asyncio.wait({handling})
+            finally:
+                connection.on_lost = None
+                handling.cancel()
+                self._handling.discard(handling)
+            outcome = _CLOSING if handling.cancelled() else handling.result()
+            async with asyncio.timeout(ANSWER_S_MAX):
+                await connection.send(FrameKind.END, encode_status(*outcome[:2]))
         finally:
-            connection.on_lost = None
-            handling.cancel()
-            self._handling.discard(handling)
-        outcome = _CLOSING if handling.cancelled() else handling.result()
-        async with asyncio.timeout(ANSWER_S_MAX):
-            await connection.send(FrameKind.END, encode_status(*outcome[:2]))
-        # another stream after a refusal needs another token
-        return await _drain(connection) and outcome[0] not in _REFUSED
-
-
-async def _drain(connection: BulkSocket) -> bool:
-    """Discard what a caller sends before it notices that its stream has ended. Return whether it ended, too.
-    Closing the connection at once would reset it, and the caller would not learn the status.
-    """
-    size_bytes = 0
-    async with asyncio.timeout(_DRAIN_S_MAX):
-        while size_bytes <= DRAIN_BYTES_MAX:
-            kind, body = await connection.receive()
-            if kind is not FrameKind.DATA:
-                return kind is FrameKind.END
-            size_bytes += len(body)
-    return False
+            self._unanswered.discard(answered)
+            answered.set_result(None)
+        # Closing the connection at once would reset it if the caller still sends, which would then not learn
+        # the status. Another stream after a refusal needs another token.
+        async with asyncio.timeout(_DRAIN_S_MAX):
+            return await connection.discard(DRAIN_BYTES_MAX) and outcome[0] not in _REFUSED
 
 
 def _listen(host: str, port: int) -> socket.socket | None:

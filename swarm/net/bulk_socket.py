@@ -80,6 +80,7 @@ class _Buffers:
 
 
 _buffers = _Buffers()
+_discarded = bytearray(_BUFFER_BYTES_MIN)  # of any connection: nobody reads it
 
 
 class BulkSocket:
@@ -126,6 +127,7 @@ class BulkSocket:
         """Begin the next stream: both ends have sent and received the last frame of the one before."""
         self._stream += 1
         self._stopped = ""
+        self._discarded_bytes: int | None = None  # None: messages are received
         self._outgoing = self._secret.key(self._stream, from_caller=self._is_caller)
         self._incoming = self._secret.key(self._stream, from_caller=not self._is_caller)
 
@@ -198,8 +200,14 @@ class BulkSocket:
                     return None
                 self._expected = sealed_bytes(self._header, body_bytes_max)
                 self._buffer, self._arrived = _buffers.take(self._expected), 0
+                self._release_unwanted()
             if not self._fill(self._buffer, self._expected):
                 return None
+            if self._discarded_bytes is not None and self._header[0] == FrameKind.DATA:
+                self._incoming.skip(self._expected)
+                self._discarded_bytes += self._expected
+                self._buffer, self._arrived = None, 0
+                return FrameKind.DATA, b""
             frame = self._incoming.open(bytes(self._header), memoryview(self._buffer)[: self._expected])
         except FrameError as error:
             _logger.warning("a bulk connection with peer %s was closed: %s", self.other, error)
@@ -207,6 +215,24 @@ class BulkSocket:
         _buffers.give(self._buffer)
         self._buffer, self._arrived = None, 0
         return frame
+
+    async def discard(self, bytes_max: int) -> bool:
+        """Discard messages up to the other end's last frame, without keeping or opening them. Return whether
+        it came before `bytes_max`. Raises BulkLost.
+        """
+        self._discarded_bytes = 0
+        self._release_unwanted()
+        kind = FrameKind.DATA
+        while kind is FrameKind.DATA and self._discarded_bytes <= bytes_max:
+            kind, _ = await self.receive()
+        return kind is FrameKind.END
+
+    def _release_unwanted(self) -> None:
+        """Give back the memory of a message that arrives and is to be discarded."""
+        is_unwanted = self._discarded_bytes is not None and self._header[0] == FrameKind.DATA
+        if is_unwanted and self._buffer is not None and self._buffer is not _discarded:
+            _buffers.give(self._buffer)
+            self._buffer = _discarded
 
     def watch(self) -> None:
         """Notice what arrives, and the end of the connection, while no task receives."""
@@ -264,7 +290,10 @@ class BulkSocket:
         view = memoryview(buffer)
         while self._arrived < size:
             try:
-                count = self._socket.recv_into(view[self._arrived : size])
+                if buffer is _discarded:
+                    count = self._socket.recv_into(view[: min(size - self._arrived, len(view))])
+                else:
+                    count = self._socket.recv_into(view[self._arrived : size])
             except (BlockingIOError, InterruptedError):
                 return False
             except OSError as error:
@@ -315,9 +344,9 @@ class BulkSocket:
         for waiting in (self._readable, self._writable):
             if waiting is not None:
                 _wake(waiting)
-        if self._buffer is not None:
+        if self._buffer is not None and self._buffer is not _discarded:
             _buffers.give(self._buffer)
-            self._buffer = None
+        self._buffer = None
         if self.on_lost is not None:
             self.on_lost()
         return BulkLost(reason)

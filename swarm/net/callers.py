@@ -105,8 +105,8 @@ class OpenCalls:
         """
         return (
             self._budget is None
-            or not self._standing.has_members()
             or self._standing.is_member(caller.peer_id)
+            or not self._standing.has_members()
             or method.startswith(_UNLIMITED_METHODS)
             or self._budget.enter(caller.prefix, now_s)
         )

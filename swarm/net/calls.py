@@ -1,7 +1,8 @@
 """Small calls that share one stream, because a unary gRPC call costs both ends together about 0.5 ms of
 processor time, most of it per call and not per byte.
 
-On every control connection the caller keeps one stream open. Calls that are made while a message is being
+On every control connection the caller keeps one stream open, and one on the bulk path to a peer that it
+calls often (`swarm.net.shared_calls`). Calls that are made while a message is being
 sent are combined in the next message, and so are their answers. The busier a connection is, the less a call
 costs (docs/decisions/0012). Each call keeps the properties of a separate call: a number, a status,
 cancellation, and the limits of `Server`. Large requests, and methods with large replies, use separate gRPC
@@ -23,7 +24,10 @@ from grpc import aio
 
 from swarm.core.errors import PeerError
 from swarm.core.notify import ChangeEvent
+from swarm.net.bulk_calls import BulkCall
 from swarm.net.callers import CallsOf
+from swarm.net.incoming import Context
+from swarm.net.outgoing import sender_of
 from swarm.net.room import PeerRoom
 from swarm.wire.calls_pb2 import AnswerBatch, Call, CallBatch
 
@@ -32,6 +36,9 @@ SHARED_REQUEST_BYTES_MAX = 64 << 10
 SHARED_REPLY_BYTES_MAX = 4 << 20
 _BATCH_BYTES = 256 << 10  # a message with this many bytes is full; a single answer may be larger
 BATCH_CALLS_MAX = 256
+# Size of a caller's message with names, numbers and cancellations: the last call of a full message may be the
+# largest one.
+BATCH_BYTES_MAX = _BATCH_BYTES + SHARED_REQUEST_BYTES_MAX + (128 << 10)
 _BATCH_CANCELLED_MAX = 1024
 _METHOD_CHARACTERS_MAX = 200
 # Turns of the event loop that a message waits for further calls, while other calls are in progress.
@@ -60,9 +67,12 @@ class ClosedLocally(Exception):
 class CallStream:
     """The caller's end of a shared stream. Calls are sent while `run` is running; `close` ends it."""
 
-    def __init__(self, channel: aio.Channel) -> None:
+    def __init__(self, call: aio.StreamStreamCall[Any, Any] | BulkCall) -> None:
+        """`call` is a stream of the method `CALLS_NAME`, begun for this object."""
         self.ended = False
-        self._call = channel.stream_stream(CALLS_NAME)()
+        self._call: Any = call
+        self._send = sender_of(call)
+        self._is_retired = False
         self._waiting: dict[int, asyncio.Future[Outcome]] = {}
         self._unsent: deque[tuple[int, str, bytes]] = deque()  # number, method, request
         self._cancelled: deque[int] = deque()
@@ -89,6 +99,8 @@ class CallStream:
             if self._waiting.pop(number, None) is not None:  # no answer came
                 self._cancelled.append(number)
                 self._wake.notify()
+            if self._is_retired and not self._waiting:
+                self.close()
 
     async def run(self) -> None:
         """Send and receive until the stream ends for any reason."""
@@ -101,7 +113,7 @@ class CallStream:
             async with asyncio.TaskGroup() as group:
                 writer = group.create_task(self._write())
                 try:
-                    await self._read()
+                    outcome = await self._read() or outcome
                 finally:
                     writer.cancel()
         except* aio.AioRpcError as errors:
@@ -139,11 +151,19 @@ class CallStream:
         self._waiting.clear()
         self._unsent.clear()
 
-    async def _read(self) -> None:
+    def retire(self) -> None:
+        """End the stream when no call is in progress. No call may be made any more."""
+        self._is_retired = True
+        if not self._waiting:
+            self.close()
+
+    async def _read(self) -> Outcome | None:
+        """Receive to the end of the stream. Return the failure that ended it; None if its callee ended it."""
         while True:
             raw = await self._call.read()
             if raw is aio.EOF:
-                return
+                code = await self._call.code()
+                return None if code is grpc.StatusCode.OK else (code, await self._call.details() or "", b"")
             self._answered = True
             for answer in AnswerBatch.FromString(raw).answers:
                 waiting = self._waiting.pop(answer.number, None)
@@ -161,7 +181,7 @@ class CallStream:
             while self._unsent or self._cancelled:
                 batch = self.next_batch()
                 try:
-                    await self._call._cython_call.send_serialized_message(batch.SerializeToString())
+                    await self._send(batch.SerializeToString())
                 except aio.InternalError:
                     return
 
@@ -201,7 +221,7 @@ class ServedCalls:
 
     def __init__(
         self,
-        context: aio.ServicerContext[Any, Any],
+        context: Context,
         handle: Callable[[str, bytes], Awaitable[Outcome]],
         handle_now: Callable[[str, bytes], Outcome | int],
         calls: CallsOf,

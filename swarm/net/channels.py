@@ -22,19 +22,20 @@ from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError, UsageEr
 from swarm.core.identity import Identity
 from swarm.core.ids import Address, Contact, PeerId
 from swarm.core.presets import WAN
-from swarm.net.bulk_calls import BULK, BulkConnections
+from swarm.net.bulk_calls import BULK, BulkCall, BulkConnections
 from swarm.net.calls import (
+    CALLS_NAME,
     SHARED_REPLY_BYTES_MAX,
     SHARED_REQUEST_BYTES_MAX,
-    CallStream,
     ClosedLocally,
     SharedCallsUnavailable,
 )
 from swarm.net.certificate import client_certificate
 from swarm.net.dial import Connection, Routes, dial
-from swarm.net.membership import ADMIT, RunMembership
-from swarm.net.outgoing import CallerStream, call_separately, closed_locally, status_error
+from swarm.net.membership import RunMembership
+from swarm.net.outgoing import CallerStream, admit, call_separately, closed_locally, status_error
 from swarm.net.rpc import BULK_OPTIONS, Method, ReplyT, RequestT, Stream, StreamMethod
+from swarm.net.shared_calls import SharedCalls
 from swarm.net.throttle import Bandwidth, Throttle
 from swarm.runtime.supervise import Supervisor
 from swarm.wire.peer_pb2 import BulkRequest
@@ -74,10 +75,9 @@ class _PooledConnection:
     """A connection and its number of calls; a dropped one is closed by the last of them."""
 
     connection: Connection
+    shared: SharedCalls
     calls: int = 0
     dropped: bool = False
-    stream: CallStream | None = None  # stream of shared calls
-    takes_shared_calls: bool = True  # False: the peer takes no shared calls on this connection
 
 
 class Channels:
@@ -141,7 +141,7 @@ class Channels:
             await self._throttle.wait_to_send_call(len(raw))
             remaining_s = max(deadline_s - loop.time(), 0.001)
             if (
-                pooled.takes_shared_calls
+                not pooled.shared.is_refused
                 and len(raw) <= SHARED_REQUEST_BYTES_MAX
                 and method.reply_bytes_max <= SHARED_REPLY_BYTES_MAX
             ):
@@ -187,10 +187,7 @@ class Channels:
         deadline_s = None if timeout_s is None else loop.time() + timeout_s
         if connection > 0 and self._bulk.is_possible(peer_id):
             async with self._calling(contact, 0, timeout_s, method.name) as control:
-                left_s = self._dial_timeout_s if deadline_s is None else max(deadline_s - loop.time(), 0.001)
-                ask_s = min(left_s, self._dial_timeout_s)
-                ask = functools.partial(self.call, contact, BULK, BulkRequest(), timeout_s=ask_s)
-                bulk = await self._bulk.begin(peer_id, control, method.name, ask, deadline_s)
+                bulk = await self._begin_bulk(contact, control, method.name, deadline_s)
                 if bulk is not None:
                     try:
                         yield self._throttle.stream(CallerStream(method, peer_id, control, bulk, timeout_s))
@@ -263,6 +260,8 @@ class Channels:
 
     async def close_idle(self) -> None:
         """Close connections that were not used for `idle_s`. The node calls this periodically."""
+        for pooled in self._pooled.values():
+            pooled.shared.review()
         self._bulk.close_idle()
         oldest_s = asyncio.get_running_loop().time() - self._idle_s
         for key, link in list(self._links.items()):
@@ -285,11 +284,11 @@ class Channels:
         link = self._links.get((peer_id, number))
         return link.connection if link is not None else None
 
-    def shares_calls(self, peer_id: PeerId) -> bool:
-        """Return whether small calls to a peer share a stream."""
+    def shared_calls(self, peer_id: PeerId) -> SharedCalls | None:
+        """Return the shared calls to a peer, for diagnosis; None when there is no connection."""
         connection = self.connection_to(peer_id)
         pooled = self._pooled.get(id(connection)) if connection is not None else None
-        return pooled is not None and pooled.takes_shared_calls
+        return pooled.shared if pooled is not None else None
 
     def connected(self, peer_id: PeerId) -> bool:
         """Return whether there is an open control connection."""
@@ -306,19 +305,34 @@ class Channels:
         timeout_s: float,
     ) -> bytes:
         """Make the call on the connection's stream of shared calls."""
-        if pooled.stream is None or pooled.stream.ended:
-            pooled.stream = CallStream(pooled.connection.channel)
-            self._streams.spawn(f"calls of {peer_id.short}", pooled.stream.run)
         try:
-            code, details, reply = await pooled.stream.call(name, raw, remaining_s)
+            code, details, reply = await pooled.shared.call(name, raw, remaining_s)
         except ClosedLocally:
             raise closed_locally(peer_id, name) from None
         except SharedCallsUnavailable:
-            pooled.takes_shared_calls = False
             return await call_separately(peer_id, pooled.connection, name, raw, remaining_s, timeout_s)
         if code is not grpc.StatusCode.OK:
             raise status_error(peer_id, pooled.connection, name, code, details, timeout_s)
         return reply
+
+    async def _begin_bulk(
+        self, contact: Contact, control: Connection, method: str, deadline_s: float | None
+    ) -> BulkCall | None:
+        """Begin a stream on the bulk path; None if it must use gRPC."""
+        left_s = self._dial_timeout_s
+        if deadline_s is not None:
+            left_s = min(left_s, max(deadline_s - asyncio.get_running_loop().time(), 0.001))
+        ask = functools.partial(self.call, contact, BULK, BulkRequest(), timeout_s=left_s)
+        return await self._bulk.begin(contact.peer_id, control, method, ask, deadline_s)
+
+    async def _begin_bulk_calls(self, contact: Contact, control: Connection) -> BulkCall | None:
+        """Begin a stream of shared calls on the bulk path; None where there is none, or where many peers have
+        one.
+        """
+        count = sum(pooled.shared.is_bulk for pooled in self._pooled.values())
+        if count >= self._connections_max // 2 or not self._bulk.is_possible(contact.peer_id):
+            return None
+        return await self._begin_bulk(contact, control, CALLS_NAME, None)
 
     async def _enter(
         self, contact: Contact, number: int, timeout_s: float | None, method: str
@@ -326,14 +340,17 @@ class Channels:
         """Return a connection and count a call on it, since a connection without calls may be closed. Raises
         NotInvited for a peer that may not be called, or not with this method.
         """
-        if self._membership is not None:
-            self._membership.check_callee(contact.peer_id)
+        membership = self._membership
+        is_checked = membership is None or membership.may_call(contact.peer_id, method)
+        if membership is not None and not is_checked:
+            membership.check_callee(contact.peer_id)
         link = self._links.get((contact.peer_id, number))
         if link is None or link.connection is None or self._closed or not _alive(link.connection):
             link = await self._connect(contact, number, timeout_s)
+            is_checked = False  # the peer may have been admitted or revoked meanwhile
         assert link.connection is not None
-        if self._membership is not None:
-            self._membership.check_role(contact.peer_id, method)
+        if membership is not None and not is_checked:
+            membership.check_role(contact.peer_id, method)
         pooled = self._pooled[id(link.connection)]
         pooled.calls += 1
         return link, pooled
@@ -419,7 +436,7 @@ class Channels:
                 routes=self._routes,
             )
             if self._membership is not None:
-                await _admit(self._membership, contact.peer_id, connection, deadline_s - loop.time())
+                await admit(self._membership, contact.peer_id, connection, deadline_s - loop.time())
         except NetworkError as error:
             link.failure, link.failed_s = error, time.monotonic()
             raise
@@ -428,7 +445,9 @@ class Channels:
             raise UsageError("this node is closed")
         link.connection, link.failure = connection, None
         link.used_s = loop.time()
-        self._pooled[id(connection)] = _PooledConnection(connection)
+        begin = functools.partial(self._begin_bulk_calls, contact, connection)
+        shared = SharedCalls(connection, self._streams, begin, self._bulk.end)
+        self._pooled[id(connection)] = _PooledConnection(connection, shared)
         if connection.address is not None:
             self._last_working[contact.peer_id] = connection.address
         if self._on_connected is not None:
@@ -466,31 +485,11 @@ class Channels:
 
     async def _discard(self, connection: Connection) -> None:
         pooled = self._pooled.pop(id(connection), None)
-        if pooled is not None and pooled.stream is not None:
-            pooled.stream.close()
+        if pooled is not None:
+            pooled.shared.close()
         if len(self._last_working) > 8 * self._connections_max:
             self._last_working.clear()
         await connection.channel.close()
-
-
-async def _admit(
-    membership: RunMembership, peer_id: PeerId, connection: Connection, timeout_s: float
-) -> None:
-    """Show this process's capability to a peer that was dialed, and check the peer's. Raises NotInvited when
-    one of the two is not a member, and closes the connection then.
-    """
-    timeout_s = max(timeout_s, 0.001)
-    try:
-        raw = membership.request().SerializeToString()
-        reply_raw = await call_separately(peer_id, connection, ADMIT.name, raw, timeout_s, timeout_s)
-        try:
-            reply = ADMIT.reply.FromString(reply_raw[: ADMIT.reply_bytes_max])
-        except DecodeError:
-            raise PeerError(f"peer {peer_id} answered {ADMIT.name} with something else") from None
-        membership.check_reply(peer_id, reply)
-    except BaseException:
-        await connection.channel.close()
-        raise
 
 
 def _alive(connection: Connection) -> bool:

@@ -75,7 +75,7 @@ class Connection:
 
     channel: aio.Channel
     address: Address | None
-    endpoints: frozenset[tuple[str, int]]  # the dialed (IP, port) pairs, one of which is connected
+    endpoints: tuple[Endpoint, ...]  # the dialed (IP, port) pairs in gRPC's order, one of which is connected
     seconds: float  # time that connecting took
 
     @property
@@ -193,9 +193,7 @@ class _Race:
             reason = tunnels.failure(self._contact.peer_id) if tunnels is not None else ""
             self._failures[address] = reason or await _failure_reason(channel)
             return None
-        return Connection(
-            channel, address, frozenset(resolved), asyncio.get_running_loop().time() - started_s
-        )
+        return Connection(channel, address, tuple(resolved), asyncio.get_running_loop().time() - started_s)
 
     async def _endpoints(self, address: Address) -> list[Endpoint]:
         """Return the endpoints of this address. Without any, note the reason and return an empty list."""

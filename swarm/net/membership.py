@@ -88,6 +88,18 @@ class RunMembership:
             "invite (swarm1…)"
         )
 
+    def may_call(self, peer_id: PeerId, method: str) -> bool:
+        """Return whether this peer is known as one that may be called for this method, so that the checks
+        before and after dialing are needless. Every call to each peer asks.
+        """
+        rights = self.admission.standings.get(peer_id)
+        return (
+            rights is not None
+            and method in rights.may_answer
+            and peer_id not in self._refused
+            and self._now_s() < rights.expires_s
+        )
+
     def check_callee(self, peer_id: PeerId) -> None:
         """Raise NotInvited when this peer must not be called: it was revoked, or has shown no capability."""
         if peer_id in self.admission.revoked or peer_id in self.admission.removed:
@@ -101,9 +113,6 @@ class RunMembership:
 
     def check_role(self, peer_id: PeerId, method: str) -> None:
         """Raise NotInvited when the dialed peer's roles do not include this method."""
-        rights = self.admission.standings.get(peer_id)
-        if rights is not None and method in rights.may_answer and self._now_s() < rights.expires_s:
-            return
         refusal = self.admission.callee_refusal(peer_id, method, self._now_s())
         if refusal:
             raise NotInvited(refusal)

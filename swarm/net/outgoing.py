@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc import aio
 
 from swarm.core.errors import DeadlineExceeded, NetworkError, NotInvited, PeerError, SwarmError, UsageError
 from swarm.core.ids import PeerId
 from swarm.net.bulk_calls import BulkCall
 from swarm.net.dial import Connection, explain
+from swarm.net.membership import ADMIT, RunMembership
 from swarm.net.rpc import END_OF_STREAM, StreamMethod, check_incoming, check_outgoing
 
 _STATUS_S_MAX = 1.0  # time to wait for the status of a call whose write failed
@@ -33,9 +36,7 @@ class CallerStream:
         self._method = method
         self._connection = connection
         self._call: Any = call
-        # Replaces `call.write` of gRPC, which hides the status that explains a failure behind "Internal error
-        # from Core".
-        self._send = call.write if isinstance(call, BulkCall) else call._cython_call.send_serialized_message
+        self._send = sender_of(call)
         self._timeout_s = timeout_s
         self._connected = False
         self._finished = False
@@ -105,6 +106,16 @@ class CallerStream:
             )
 
 
+def sender_of(call: aio.StreamStreamCall[Any, Any] | BulkCall) -> Callable[[bytes], Awaitable[None]]:
+    """Return the function that sends a message on a stream. It replaces `call.write` of gRPC, which hides the
+    status that explains a failure behind "Internal error from Core".
+    """
+    if isinstance(call, BulkCall):
+        return call.write
+    grpc_call: Any = call
+    return grpc_call._cython_call.send_serialized_message  # type: ignore[no-any-return]
+
+
 class MapErrors:
     """Convert gRPC's errors inside each `with` block to swarm's errors. A class, because it costs a stream
     less per message than a generator.
@@ -144,6 +155,24 @@ async def call_separately(
     with MapErrors(peer_id, connection, name, timeout_s):
         reply: bytes = await connection.channel.unary_unary(name)(raw, timeout=remaining_s)
         return reply
+
+
+async def admit(membership: RunMembership, peer_id: PeerId, connection: Connection, timeout_s: float) -> None:
+    """Show this process's capability to a peer that was dialed, and check the peer's. Raises NotInvited when
+    one of the two is not a member, and closes the connection then.
+    """
+    timeout_s = max(timeout_s, 0.001)
+    try:
+        raw = membership.request().SerializeToString()
+        reply_raw = await call_separately(peer_id, connection, ADMIT.name, raw, timeout_s, timeout_s)
+        try:
+            reply = ADMIT.reply.FromString(reply_raw[: ADMIT.reply_bytes_max])
+        except DecodeError:
+            raise PeerError(f"peer {peer_id} answered {ADMIT.name} with something else") from None
+        membership.check_reply(peer_id, reply)
+    except BaseException:
+        await connection.channel.close()
+        raise
 
 
 def closed_locally(peer_id: PeerId, name: str) -> NetworkError:

@@ -18,9 +18,17 @@ from swarm.core.errors import NotInvited, PeerError, SwarmError, UsageError
 from swarm.core.identity import Identity
 from swarm.core.ids import PeerId
 from swarm.core.standing import PeerStanding
+from swarm.net.bulk_server import CONNECTIONS_MAX as BULK_CONNECTIONS_MAX
 from swarm.net.bulk_server import CONNECTIONS_PER_PEER_MAX, BulkContext, BulkServer
 from swarm.net.callers import STRANGER_CALLS, CallsOf, OpenCalls, RemoteCaller, set_caller_host
-from swarm.net.calls import ANSWER_S_MAX, CALLS_NAME, SHARED_REPLY_BYTES_MAX, Outcome, ServedCalls
+from swarm.net.calls import (
+    ANSWER_S_MAX,
+    BATCH_BYTES_MAX,
+    CALLS_NAME,
+    SHARED_REPLY_BYTES_MAX,
+    Outcome,
+    ServedCalls,
+)
 from swarm.net.certificate import CallerCheck, courtesy_ca, server_certificate
 from swarm.net.connections import CONNECTIONS_MAX, Connections
 from swarm.net.incoming import Context, StreamCancelled, serve_stream
@@ -38,6 +46,8 @@ _logger = logging.getLogger(__name__)
 _NOT_INVITED = grpc.StatusCode.PERMISSION_DENIED
 _INTERNAL: Outcome = (grpc.StatusCode.INTERNAL, "internal error", b"")
 STREAMS_PER_PEER_MAX = 4  # streams of shared calls: one per connection
+BULK_CALL_STREAMS_PER_PEER_MAX = 1  # of them on the bulk path, which must have room for other streams
+_BULK_CALL_STREAMS_MAX = BULK_CONNECTIONS_MAX // 2
 _TOO_MANY = "busy: strangers in your network make too many connections"
 _REFUSAL_CHARACTERS_MAX = 1000  # gRPC sends it in a header
 # A caller pings every 20 s on an idle connection (`swarm.net.dial`). Half of that leaves room for pings that
@@ -119,6 +129,9 @@ class Server:
         self.call_streams = OpenCalls(
             self.standing, "streams of shared calls", limits.calls_max, STREAMS_PER_PEER_MAX
         )
+        self.bulk_call_streams = OpenCalls(
+            self.standing, "streams of shared calls", _BULK_CALL_STREAMS_MAX, BULK_CALL_STREAMS_PER_PEER_MAX
+        )
         self._tunnelled = tunnelled
         self.connections = Connections(self.standing, lambda: self._port, tunnelled)
         self._port: int | None = None
@@ -168,23 +181,24 @@ class Server:
         server, self._server, self._port = self._server, None, None
         for stream in self._streams:
             stream.stop()
-        if self._bulk is not None:
-            await self._bulk.stop(grace_s)
-        if server is not None:
-            await server.stop(grace_s)
+        async with asyncio.TaskGroup() as group:
+            if self._bulk is not None:
+                group.create_task(self._bulk.stop(grace_s))
+            if server is not None:
+                group.create_task(server.stop(grace_s))
 
-    async def serve_calls(self, caller: RemoteCaller, stream: ServedCalls) -> None:
-        """Serve a stream of shared calls to its end. Raises _Busy when the caller has too many of them: it
-        then makes separate calls.
+    async def serve_calls(self, caller: RemoteCaller, stream: ServedCalls, counts: OpenCalls) -> None:
+        """Serve a stream of shared calls to its end. Raises _Busy when the caller has too many of them,
+        which `counts` counts: it then makes separate calls.
         """
-        if self._server is None or self.call_streams.enter(caller) is not None:
+        if self._server is None or counts.enter(caller) is not None:
             raise _Busy
         self._streams.add(stream)
         try:
             await stream.run()
         finally:
             self._streams.discard(stream)
-            self.call_streams.leave(caller)
+            counts.leave(caller)
 
     def called(self, peer_id: PeerId, peer: str) -> RemoteCaller:
         """Return the caller of a connection. `peer`: gRPC's name of the other end. Called in the task that
@@ -228,8 +242,14 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
         return grpc.stream_stream_rpc_method_handler(serve_call)
 
     async def _share(self, _: Any, context: aio.ServicerContext[Any, Any]) -> None:
-        """Serve a stream of shared calls."""
+        """Serve a stream of shared calls on a gRPC connection."""
         caller = await self._identified(context)
+        code, text, _ = await self._serve_calls(caller, context, self._server.call_streams)
+        if code is not grpc.StatusCode.OK:
+            await _refuse(context, code, text)
+
+    async def _serve_calls(self, caller: RemoteCaller, context: Context, counts: OpenCalls) -> Outcome:
+        """Serve a stream of shared calls to its end."""
         peer_id = caller.peer_id
 
         async def handle(name: str, raw: bytes) -> Outcome:
@@ -264,11 +284,12 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
         calls, room = CallsOf(self._server.calls, caller), PeerRoom(self._server.room, peer_id)
         stream = ServedCalls(context, handle, handle_now, calls, room)
         try:
-            await self._server.serve_calls(caller, stream)
+            await self._server.serve_calls(caller, stream, counts)
         except PeerError as error:
-            await _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
+            return grpc.StatusCode.FAILED_PRECONDITION, str(error), b""
         except _Busy:
-            await _refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "no more streams of shared calls")
+            return grpc.StatusCode.RESOURCE_EXHAUSTED, "no more streams of shared calls", b""
+        return grpc.StatusCode.OK, "", b""
 
     async def _answer(self, handler: UnaryHandler, peer_id: PeerId, raw: bytes) -> bytes:
         return await _answer(handler, peer_id, raw, self._server.throttle)
@@ -325,6 +346,9 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
     async def serve_bulk(self, caller: RemoteCaller, host: str, name: str, context: BulkContext) -> Outcome:
         """Serve a stream on a bulk connection."""
         set_caller_host(host)
+        if name == CALLS_NAME:
+            context.body_bytes_max = BATCH_BYTES_MAX
+            return await self._serve_calls(caller, context, self._server.bulk_call_streams)
         handler = self._handlers.find(name)
         if not isinstance(handler, StreamHandler):
             return grpc.StatusCode.UNIMPLEMENTED, "", b""

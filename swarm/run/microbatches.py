@@ -15,6 +15,7 @@ from swarm.core.errors import SwarmError
 from swarm.core.wording import counted
 from swarm.run.events import Emit, Notice
 from swarm.run.task import Draw, TaskData
+from swarm.run.task_errors import explained_of
 
 if TYPE_CHECKING:
     import torch
@@ -86,7 +87,8 @@ class MicroBatches:
             count = min(left, self.samples_max or left)
             loss = self.data.loss(self.model, count)
             weighted = loss if count == samples else loss * (count / samples)
-            weighted.backward()  # type: ignore[no-untyped-call]
+            with explained_of(self.data, "failed in the backward pass"):
+                weighted.backward()  # type: ignore[no-untyped-call]
             losses.append((count, loss.detach()))
             left -= count
         return losses

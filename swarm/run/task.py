@@ -159,7 +159,32 @@ def make_task(name: str, settings: Mapping[str, Any], package: str | None = None
         with explained(name, f"cannot be loaded from {point.value}"):
             factory = point.load()
     with explained(name, _SETTINGS_REFUSED):
-        return guarded(name, factory(settings))
+        task: Task = guarded(name, factory(settings), _checked)
+        return task
+
+
+def _checked(method: str, result: Any) -> Any:
+    """Return the result of a method, numbers as floats. Raise TypeError if it is not what callers need."""
+    if method == "describe":
+        if not isinstance(result, TaskDescription):
+            raise TypeError(f"it must return a swarm.TaskDescription, not {result!r:.60}")
+    elif method == "build_model":
+        import torch
+
+        if not isinstance(result, torch.nn.Module):
+            raise TypeError(f"it must return a torch.nn.Module, not {result!r:.60}")
+        if not any(one.requires_grad for one in result.parameters()):
+            raise TypeError("its model has no parameters to train")
+    elif method == "loss":
+        import torch
+
+        if not isinstance(result, torch.Tensor) or result.numel() != 1 or not result.requires_grad:
+            raise TypeError("it must return one number that depends on the model's parameters: a mean loss")
+    elif method == "validation_loss":
+        return float(result)
+    elif method == "metrics":
+        return {str(name): float(value) for name, value in result.items()}
+    return result
 
 
 def installed_package(name: str) -> str | None:

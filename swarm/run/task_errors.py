@@ -8,17 +8,15 @@ import contextlib
 import functools
 import logging
 import traceback
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from swarm.core.device import is_device_failure, is_out_of_memory
 from swarm.core.errors import SwarmError
 
-if TYPE_CHECKING:
-    from swarm.run.task import Task
-
 _log = logging.getLogger(__name__)
 _TEXT_CHARACTERS_MAX = 500  # maximum length of an exception's text
+_OPTIONAL = frozenset({"metrics", "write_sample", "export", "build_optimizer"})  # methods that may be missing
 
 
 @contextlib.contextmanager
@@ -43,40 +41,51 @@ def explained(name: str, what: str) -> Iterator[None]:
 
 
 def _one_line(error: Exception) -> str:
-    """Return the text of an exception and where it was raised, on one line."""
+    """Return the text of an exception and where the task raised it, on one line."""
     text = " ".join(str(error).split())[:_TEXT_CHARACTERS_MAX]
     frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if len(frames) > 1 else ""
+    where = (
+        f" ({frames[-1].filename}, line {frames[-1].lineno})"
+        if frames[1:] and frames[-1].filename != __file__
+        else ""
+    )
     return f"{type(error).__name__}{': ' if text else ''}{text}{where}"
 
 
-def guarded(name: str, task: object) -> Task:
-    """Return a stand-in for a task, and for the data that it loads, whose methods raise SwarmErrors."""
-    return cast("Task", _Guarded(name, task))
+def explained_of(owner: object, what: str) -> contextlib.AbstractContextManager[None]:
+    """Return the context `explained` for code that a task, or its data, has caused to run. `owner`: what
+    `guarded` returned; anything else is not a task's, and its exceptions pass.
+    """
+    return explained(owner._name, what) if isinstance(owner, _Guarded) else contextlib.nullcontext()
+
+
+def guarded(name: str, task: object, checked: Callable[[str, Any], Any]) -> Any:
+    """Return a stand-in for a task, and for the data that it loads, whose methods raise SwarmErrors.
+    `checked` gets the name of a method and its result, and returns the result, or raises if it is not what
+    callers need.
+    """
+    return _Guarded(name, task, checked)
 
 
 class _Guarded:
     """Forwards everything to a task or to its data, and converts its exceptions."""
 
-    def __init__(self, name: str, inner: object) -> None:
-        self._name, self._inner = name, inner
+    def __init__(self, name: str, inner: object, checked: Callable[[str, Any], Any]) -> None:
+        self._name, self._inner, self._checked = name, inner, checked
 
     def __getattr__(self, attribute: str) -> Any:
-        value = getattr(self._inner, attribute)
+        if attribute in _OPTIONAL or attribute.startswith("__"):
+            value = getattr(self._inner, attribute)  # AttributeError says that the task has none
+        else:
+            with explained(self._name, f"failed in {attribute}"):
+                value = getattr(self._inner, attribute)
         if not callable(value):
             return value
 
         @functools.wraps(value)
         def call(*arguments: Any, **options: Any) -> Any:
             with explained(self._name, f"failed in {attribute}"):
-                result = value(*arguments, **options)
-                _check(attribute, result)
-            return _Guarded(self._name, result) if attribute == "load_data" else result
+                result = self._checked(attribute, value(*arguments, **options))
+            return _Guarded(self._name, result, self._checked) if attribute == "load_data" else result
 
         return call
-
-
-def _check(method: str, result: Any) -> None:
-    """Raise TypeError if a loss cannot be differentiated by the training loop."""
-    if method == "loss" and (result.numel() != 1 or not result.requires_grad):
-        raise TypeError("it must return one number that depends on the model's parameters: a mean loss")

@@ -11,6 +11,7 @@ from benchmarks import links
 from benchmarks.allreduce import HIVEMIND, Setting
 from benchmarks.interleaving import Plan, Tally
 from benchmarks.measured_systems import MeasuredSystem, Round
+from benchmarks.results import Aim
 from swarm.testing.links import Link
 
 OUTCOME = Round(
@@ -61,9 +62,24 @@ def test_every_codec_has_a_row_in_every_scenario_with_a_unique_identifier(
 ) -> None:
     measured, identifiers = play(monkeypatch, round_s=1.0)
     assert len(set(identifiers)) == len(identifiers)
-    assert len(measured) == len(links.SCENARIOS) * len(links.CODECS)
+    assert len(measured) == sum(len(scenario.codecs) for scenario in links.SCENARIOS)
     assert {names[0] for names in measured} == {f"swarm {codec}" for codec in links.CODECS}
     assert any(HIVEMIND in name for names in measured for name in names)
+
+
+def test_rows_that_compare_with_bare_tcp_aim_at_95_per_cent_of_it_at_every_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        links, "interleave", lambda makers, names, *_: [Tally(name, rounds=[OUTCOME]) for name in names]
+    )
+    monkeypatch.setattr(links, "why_not", lambda: None)
+    rows = [row for found in links.rows(setting([])) for row in found if row.identifier.endswith("-tcp")]
+    aims = [row.aim for row in rows]
+    assert aims == [Aim(of="ours / peer", sense="at least", value=0.95)] * len(rows)
+    for link in ("100 Mbit/s, 50 ms", "1 Gbit/s, 20 ms", "20 Mbit/s, 100 ms"):
+        sizes = {row.workload.split(" × ")[1].split(",")[0] for row in rows if link in row.workload}
+        assert {"1 MiB", "16 MiB"} <= sizes
 
 
 def test_a_system_without_a_round_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +89,7 @@ def test_a_system_without_a_round_is_not_tried_again(monkeypatch: pytest.MonkeyP
 
 def test_only_swarm_is_measured_when_time_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     measured, identifiers = play(monkeypatch, round_s=links.TOTAL_S / 2)
-    assert len(measured) == len(links.SCENARIOS) * len(links.CODECS)
+    assert len(measured) == sum(len(scenario.codecs) for scenario in links.SCENARIOS)
     assert all(len(names) == 1 for names in measured[3:])
     assert identifiers[-1].endswith("-alone")
 

@@ -29,7 +29,7 @@ def peers_of(address: str, home: Path, count: int) -> set[str]:
 @pytest.mark.filterwarnings("default")  # of Ray's own
 def test_a_killed_actor_comes_back_as_a_volunteer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write_small_run(
-        tmp_path, 'members = "open"\n', target=96, width=16, sections="[end]\nseconds = 60\n"
+        tmp_path, 'members = "open"\n', target=96, width=16, sections="[end]\nseconds = 150\n"
     )
     monkeypatch.syspath_prepend(str(DEPLOY))
     monkeypatch.setenv("SWARM_HOME", str(tmp_path / "volunteers"))

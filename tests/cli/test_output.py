@@ -307,3 +307,29 @@ def test_on_a_terminal_the_user_chooses_a_number_and_is_asked_again_for_another_
         assert output.choose("Which one?", 2) == 2
     assert list(answers) == []
     assert PlainOutput(VolunteerPresentation(), io.StringIO()).choose("Which one?", 2) is None
+
+
+def test_a_volunteer_reads_size_licence_memory_and_traffic_before_a_download() -> None:
+    found = events.RunFound(
+        name="smollm",
+        run_id="1a2b",
+        version=1,
+        members="open",
+        created=False,
+        summary="LoRA of rank 8 on owner/model (134,515,008 parameters) on text",
+        sample="512 tokens of text",
+        parameters=2_442_240,
+        memory_bytes=3_000_000_000,
+        memory_free_bytes=20_000_000_000,
+        device_memory_bytes=None,
+        target_batch_size=512,
+        batch_size=8,
+        round_bytes=4_900_000,
+        traffic_bytes_per_hour=88e6,
+        peers=2,
+        downloads=["owner/model: 271 MB from the Hugging Face hub (licence apache-2.0)"],
+    )
+    text = VolunteerPresentation().sentence(found)
+    assert "  download  owner/model: 271 MB from the Hugging Face hub (licence apache-2.0)\n" in text
+    assert "  memory    about 3.0 GB; 20.0 GB are free\n" in text
+    assert "  traffic   about 88.0 MB per hour each way (4.9 MB per epoch)\n" in text

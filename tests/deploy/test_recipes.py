@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import yaml
 
 from swarm.cli.commands import swarm
+from swarm.net.bulk_server import PORTS_APART
 from swarm.run.specification import RunSpecification
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -50,6 +52,13 @@ def test_every_swarm_command_of_the_recipes_is_accepted() -> None:
         command = swarm.get_command(click.Context(swarm), name)
         assert command is not None
         command.make_context(name, arguments, resilient_parsing=False)
+
+
+def test_recipes_install_the_clone_because_no_index_has_the_package() -> None:
+    recipes = "\n".join(path.read_text() for path in DEPLOY.iterdir() if path.is_file())
+    assert "not on the package index yet" in (DEPLOY.parent / "README.md").read_text()
+    assert "swarm-train" not in recipes
+    assert yaml.safe_load((DEPLOY / "skypilot.yaml").read_text())["workdir"] == "."
 
 
 def test_the_run_of_the_recipes_is_a_specification() -> None:
@@ -106,6 +115,19 @@ def test_the_dockerfile_pins_its_base_copies_what_exists_and_does_not_run_as_roo
     assert [rest for name, rest in instructions if name == "USER"][-1] not in ("root", "0")
 
 
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_the_images_are_built_as_the_dockerfile_says_where_docker_is_at_hand() -> None:
+    root = DEPLOY.parent
+    shown = subprocess.run(
+        ["make", "--dry-run", "images"], cwd=root, capture_output=True, text=True, check=True
+    )
+    builds = [line for line in shown.stdout.splitlines() if line.startswith("docker build")]
+    said = re.findall(r"^#   (docker build .*?\.)(?:  |$)", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
+    assert builds == said
+    assert len(builds) == 2
+    assert "make images" in (root / ".ci" / "run").read_text()
+
+
 def test_the_address_of_an_entry_point_is_read_from_its_events(tmp_path: Path) -> None:
     file = tmp_path / "entry.jsonl"
     program = [sys.executable, str(DEPLOY / "entry_address.py"), str(file)]
@@ -120,3 +142,14 @@ def test_the_address_of_an_entry_point_is_read_from_its_events(tmp_path: Path) -
     ):
         printed = subprocess.run([*program, *extra], capture_output=True, text=True, check=True)
         assert printed.stdout.strip() == expected
+
+
+def test_recipes_that_expose_the_port_expose_the_bulk_port_too() -> None:
+    for name in ("Dockerfile", "kubernetes.yaml", "skypilot.yaml"):
+        text = (DEPLOY / name).read_text()
+        assert str(4000 + PORTS_APART) in text, name
+    both = {4000, 4000 + PORTS_APART}
+    assert both <= set(yaml.safe_load((DEPLOY / "skypilot.yaml").read_text())["resources"]["ports"])
+    for document in OBJECTS:
+        if document["kind"] == "Service":
+            assert both <= {port["port"] for port in document["spec"]["ports"]}

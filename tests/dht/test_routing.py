@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -79,6 +80,23 @@ def test_the_table_knows_all_of_its_nearest_peers() -> None:
     nearest = sorted(all_peers, key=lambda peer: peer.dht_id ^ OWN.dht_id)[:20]
     assert [contact.peer_id for contact in table.nearest(OWN.dht_id, 20)] == nearest
     assert 200 < len(table) < 3000
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_table_knows_whether_it_holds_most_peers(seed: int) -> None:
+    """The estimate errs, but never so far that a table would take a swarm of a thousand for a small one."""
+    assert all(filled(count, seed).knows_most for count in (0, 1, 19))
+    large = filled(3000, seed)
+    assert not large.knows_most
+    small, hidden = filled(20, seed), filled(400, seed)
+    assert small.knows_most
+    for contact in list(hidden):
+        small.on_answer(contact, 1000.0)
+    assert small.knows_most == hidden.knows_most, "it is computed again when the table has changed"
+
+
+def test_tables_of_a_swarm_of_two_buckets_mostly_know_that_they_hold_all() -> None:
+    assert sum(filled(33, seed).knows_most for seed in range(100)) >= 95
 
 
 def test_long_lived_peers_stay_in_a_full_bucket() -> None:

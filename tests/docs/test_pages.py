@@ -4,16 +4,21 @@ complete.
 
 from __future__ import annotations
 
+import ast
+import inspect
 import itertools
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
 
+import swarm
 from swarm.libp2p.logic.relaying import RelayLimits
 from tests.docs.pages import DOCS, ROOT, Block, blocks, pages, prose
 from tests.docs.scene import Scene
@@ -21,7 +26,19 @@ from tests.docs.scene import Scene
 _LANGUAGES = {"python", "console"}
 _ALL = [block for page in pages() for block in blocks(page)]
 _TUTORIALS = DOCS / "tutorials"
+# what the diffs on the pages call; those of extras are imported when they are needed
+_MADE_IN_DIFFS: dict[str, Callable[[], Any]] = {
+    "swarm.Node": lambda: swarm.Node,
+    "swarm.Optimizer": lambda: swarm.Optimizer,
+    "swarm.ProcessGroupOptimizer": lambda: swarm.ProcessGroupOptimizer,
+    "HuggingFaceCallback": lambda: _framework("hugging_face").HuggingFaceCallback,
+    "LightningCallback": lambda: _framework("lightning_fit").LightningCallback,
+}
 _UNPLAYED = {ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"}
+
+
+def _framework(name: str) -> Any:
+    return pytest.importorskip(f"swarm.frameworks.{name}", exc_type=ImportError)
 
 
 def _name(value: Path | Block) -> str:
@@ -65,6 +82,19 @@ def test_every_command_shown_exists_with_its_options(block: Block) -> None:
 @pytest.mark.parametrize("block", [one for one in _ALL if "not run" in one.comment], ids=_name)
 def test_a_block_that_is_not_run_says_why(block: Block) -> None:
     assert len(block.not_run.split()) >= 3, f"{block.name}: say why it cannot run"
+
+
+@pytest.mark.parametrize("block", [one for one in _ALL if one.language == "diff"], ids=_name)
+def test_a_diff_has_at_most_five_lines_with_arguments_that_exist(block: Block) -> None:
+    lines = block.text.splitlines()
+    added = [line[1:] for line in lines if line.startswith("+")]
+    assert 1 <= len(added) <= 5
+    code = "\n".join(line[1:] for line in lines if not line.startswith("-")).replace("…", "...")
+    code = re.sub(r"^(for .*:)$(?!\n )", r"\1 ...", code, flags=re.MULTILINE)
+    for call in (node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)):
+        made = _MADE_IN_DIFFS.get(ast.unparse(call.func))
+        if made is not None and not any(ast.unparse(one) == "..." for one in call.args):
+            inspect.signature(made()).bind(*call.args, **{one.arg: one for one in call.keywords if one.arg})
 
 
 def test_messages_of_the_troubleshooting_page_are_those_of_the_program() -> None:

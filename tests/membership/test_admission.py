@@ -243,6 +243,30 @@ def membership_of(invite: Invite, own: Identity) -> RunMembership:
     return RunMembership(invite, own.peer_id, (), lambda: NOW_S)
 
 
+def test_a_checked_peer_is_called_without_further_checks_until_its_rights_end() -> None:
+    run, member, now_s = InvitedRun(21), identity(random.Random(22)), [NOW_S]
+    identities = {"owner": run.owner, "member": member}
+    terms = Terms(roles=("train",), uses=2, lifetime_s=DAY_S)
+    invite = make_invite(RunIdentity(run.owner.peer_id, NAME), run.owner, (), terms, now_s=NOW_S)
+    ours, theirs = (RunMembership(invite, one.peer_id, (), lambda: now_s[0]) for one in identities.values())
+    assert not ours.may_call(member.peer_id, STATE), "it was not admitted"
+    ours.check_reply(member.peer_id, theirs.answer(run.owner.peer_id, ours.request()))
+    assert not ours.may_call(member.peer_id, STATE), "its role was not checked"
+    for method in (STATE, JOIN):
+        ours.check_callee(member.peer_id)
+        ours.check_role(member.peer_id, method)
+        assert ours.may_call(member.peer_id, method)
+    with pytest.raises(NotInvited):
+        ours.check_role(member.peer_id, EXPERT)
+    assert not ours.may_call(member.peer_id, EXPERT)
+    now_s[0] += 2 * DAY_S
+    assert not ours.may_call(member.peer_id, STATE), "its invite has expired"
+    now_s[0] = NOW_S
+    assert ours.may_call(member.peer_id, STATE)
+    ours.admission.revoke([member.peer_id])
+    assert not ours.may_call(member.peer_id, STATE)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_an_owner_named_by_the_recovery_key_is_admitted_before_its_specification_is_known(seed: int) -> None:
     run, rng = RecoveredRun(seed), random.Random(seed + 200)

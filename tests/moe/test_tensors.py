@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -63,13 +65,28 @@ def test_every_dtype_is_decoded_exactly(batch: int) -> None:
     assert b"".join(chunks(payloads)) == payload
 
 
-def test_uncompressed_tensors_are_views_of_the_payload() -> None:
-    payload = join_payloads(encode([torch.randn(4, 8)], None))
-    found = decode([Header(0, 0, 128)], [Leaf(torch.float32, (8,))], 4, payload)[0]
+def test_large_uncompressed_tensors_are_views_of_the_payload() -> None:
+    payload = join_payloads(encode([torch.randn(1 << 10, 16)], None))
+    headers, leaves = [Header(0, 0, 1 << 16)], [Leaf(torch.float32, (16,))]
+    found, again = (decode(headers, leaves, 1 << 10, payload)[0] for _ in range(2))
     assert found is not None
-    again = decode([Header(0, 0, 128)], [Leaf(torch.float32, (8,))], 4, payload)[0]
     assert again is not None
     assert found.data_ptr() == again.data_ptr()
+
+
+@pytest.mark.parametrize("numel", [1, 100, 1 << 16, (1 << 17) + 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_a_tensor_is_finite_unless_an_element_is_not(numel: int, dtype: torch.dtype) -> None:
+    largest = torch.full((numel,), torch.finfo(dtype).max, dtype=dtype)
+    assert is_finite(largest)  # although the sum is not
+    for bad in (math.nan, math.inf, -math.inf):
+        for place in (0, numel // 2, numel - 1):
+            wrong = largest.clone()
+            wrong[place] = bad
+            assert not is_finite(wrong)
+    both = torch.zeros(2, dtype=dtype)
+    both[0], both[1] = math.inf, -math.inf
+    assert not is_finite(both)
 
 
 def test_large_payloads_are_split_into_chunks() -> None:

@@ -117,13 +117,25 @@ def test_impossible_header_is_refused_before_anything_is_read(header: bytes) -> 
         sealed_bytes(header)
 
 
-def test_key_ends_before_its_nonces_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sealing, "FRAMES_MAX", 2)
-    key = SECRET.key(1, from_caller=True)
-    seal(key, b"one")
-    seal(key, b"two")
-    with pytest.raises(FrameError, match="too many"):
-        seal(key, b"one more")
+def test_key_is_replaced_before_it_encrypts_too_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message of 160 bytes is 10 blocks, and its tag is two more."""
+    first = SECRET.key(1, from_caller=True)
+    with_one_key = [seal(first, bytes(160)) for _ in range(8)]
+    monkeypatch.setattr(sealing, "BLOCKS_MAX", 40)
+    out, into = (SECRET.key(1, from_caller=True) for _ in range(2))
+    sealed = [seal(out, bytes(160)) for _ in range(8)]
+    assert [one == other for one, other in zip(sealed, with_one_key, strict=True)] == [True] * 3 + [False] * 5
+    assert len(set(sealed)) == len(sealed)
+    for frame in sealed:
+        assert read(into, frame) == (FrameKind.DATA, bytes(160))
+
+
+def test_frames_that_are_skipped_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sealing, "BLOCKS_MAX", 40)
+    out, into = (SECRET.key(1, from_caller=True) for _ in range(2))
+    for size in (0, 15, 160, 200, 16):
+        into.skip(len(seal(out, bytes(size))) - HEADER_BYTES)
+        assert read(into, seal(out, b"x")) == (FrameKind.DATA, b"x")
 
 
 def test_token_tells_nothing_and_cannot_be_chosen() -> None:

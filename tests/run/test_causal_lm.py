@@ -328,8 +328,16 @@ def test_a_model_of_the_hub_is_described_before_it_is_downloaded_and_verified(
     hub: Path, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = {"model": "owner/tiny", "revision": COMMIT, "method": "lora", "sequence_length": 32}
+    asked, download = list[str](), huggingface_hub.hf_hub_download
+
+    def noted(repository: str, name: str, **options: Any) -> str:
+        asked.append(name)
+        return str(download(repository, name, **options))
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", noted)
     task = make_task("causal-lm", settings)
     (text,) = task.describe(1).downloads
+    assert set(asked) == {"config.json"}, "nothing else is downloaded before the volunteer agrees"
     assert re.fullmatch(r"owner/tiny: \d+ kB from the Hugging Face hub \(licence apache-2\.0\)", text), text
     assert task.build_model(0).peft_config
     damaged = models / "damaged"

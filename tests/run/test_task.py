@@ -15,6 +15,7 @@ import torch
 import swarm
 from swarm.cli.new_task import new_task
 from swarm.core.errors import SwarmError, UsageError
+from swarm.run.microbatches import MicroBatches
 from swarm.run.specification import RunSpecification
 from swarm.run.task import ENTRY_POINT_GROUP, installed_package, make_task
 
@@ -117,6 +118,82 @@ def test_an_error_in_a_task_is_a_sentence_with_its_name(broken: None, where: str
         SwarmError, match=r"^the task 'broken' .*: ZeroDivisionError: two lines \(.*line \d+\)$"
     ):
         use(make_task("broken", {"where": where}))
+
+
+class MistakenTask:
+    """A task with one of the mistakes that people make first. The setting `mistake` names it."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.mistake = settings["mistake"]
+
+    def describe(self, batch_size: int) -> Any:
+        described = swarm.TaskDescription(summary="", parameters=2, sample="", memory_bytes=1)
+        return None if self.mistake == "describe" else described
+
+    def build_model(self, seed: int) -> Any:
+        if self.mistake == "no module":
+            return [torch.zeros(1)]
+        return torch.nn.ReLU() if self.mistake == "no parameters" else torch.nn.Linear(1, 1)
+
+    def load_data(self, folder: Path | None, device: torch.device) -> Any:
+        return None if self.mistake == "no data" else self
+
+    @property
+    def summary(self) -> str:
+        return "" if self.mistake != "summary" else str(1 // 0)
+
+    def loss(self, model: torch.nn.Module, samples: int) -> Any:
+        if self.mistake == "a float":
+            return 1.0
+        hidden = model(torch.ones(1, 1)).sigmoid()
+        return hidden.mul_(2).mean() if self.mistake == "changed in place" else hidden.mean()
+
+    def validation_loss(self, model: torch.nn.Module) -> Any:
+        return torch.ones(3) if self.mistake == "three losses" else torch.ones(())
+
+    def metrics(self, validation_loss: float) -> Any:
+        return {"accuracy": "high"} if self.mistake == "metrics" else {"accuracy": torch.ones(())}
+
+
+def train_a_step(task: swarm.Task) -> None:
+    """Use a task as a volunteer does."""
+    task.describe(1)
+    model, data = task.build_model(0), task.load_data(None, CPU)
+    assert not data.summary
+    if task.mistake == "no start_epoch":  # type: ignore[attr-defined]
+        data.start_epoch(DRAW)
+    MicroBatches(model=model, data=data, device=CPU, emit=lambda event: None).backward(1, model.zero_grad)
+    assert isinstance(data.validation_loss(model), float)
+    assert data.metrics(1.0) == {"accuracy": 1.0}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        ("describe", "failed in describe: TypeError: it must return a swarm.TaskDescription, not None"),
+        ("no module", "failed in build_model: TypeError: it must return a torch.nn.Module, not "),
+        ("no parameters", "failed in build_model: TypeError: its model has no parameters to train"),
+        ("no data", "failed in summary: AttributeError: 'NoneType' object has no attribute 'summary'"),
+        ("summary", "failed in summary: ZeroDivisionError: "),
+        ("no start_epoch", "failed in start_epoch: AttributeError: .* has no attribute 'start_epoch'"),
+        ("a float", "failed in loss: TypeError: it must return one number that depends on the model's param"),
+        ("changed in place", "failed in the backward pass: RuntimeError: one of the variables needed for "),
+        ("three losses", "failed in validation_loss: ValueError: only one element tensors can be converted"),
+        ("metrics", "failed in metrics: ValueError: could not convert string to float: 'high'"),
+        ("", ""),
+    ],
+)
+def test_a_mistake_in_a_task_is_a_sentence_with_its_name(
+    install: Callable[..., None], mistake: str, said: str
+) -> None:
+    install("mistaken", f"{__name__}:MistakenTask")
+    task = make_task("mistaken", {"mistake": mistake})
+    if mistake:
+        with pytest.raises(SwarmError, match=f"^the task 'mistaken' {said}") as raised:
+            train_a_step(task)
+        assert "task_errors.py" not in str(raised.value), "not where the mistake is"
+    else:
+        train_a_step(task)
 
 
 def test_a_task_that_cannot_be_imported_is_named(install: Callable[..., None]) -> None:

@@ -21,9 +21,9 @@ CHUNKS = 8
 LINK = LinkConfig(bandwidth=2e6)  # a chunk takes half a second; two of each donor are on their way
 
 
-def state_of(seed: int, epoch: int = 5) -> TrainingState:
+def state_of(seed: int, epoch: int = 5, chunks: int = CHUNKS) -> TrainingState:
     torch.manual_seed(seed)
-    p = torch.nn.Parameter(torch.randn(CHUNKS * CHUNK_BYTES // 4 - 1000))
+    p = torch.nn.Parameter(torch.randn(chunks * CHUNK_BYTES // 4 - 1000))
     state = TrainingState(torch.optim.SGD([p], lr=0.1))
     state.epoch = epoch
     return state

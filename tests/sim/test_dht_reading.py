@@ -5,6 +5,7 @@ deleted entries.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from swarm.net.contacts import contacts_from_wire
 from swarm.testing.caller import SimulatedCaller
 from swarm.testing.network import SimulatedNetwork
 from swarm.wire.dht_pb2 import DhtFindQuery, DhtFindRequest, DhtStoreRequest
-from tests.sim.dht_scenarios import nearest, peer_of, play, record_by, service_of, swarm_of, value_at
+from tests.sim.dht_scenarios import holders, nearest, peer_of, play, record_by, service_of, swarm_of, value_at
 
 KEY = Key.parse("thing")
 SMALL = 8  # peers in a bucket, so that a few peers are a large swarm
@@ -77,6 +78,22 @@ def test_the_other_replicas_are_asked_only_when_the_majority_disagrees(ahead: tu
         assert await value_at(reader, KEY, latest=True) == "new"
 
     play(scenario, seed=3)
+
+
+@pytest.mark.parametrize("holding", list(itertools.combinations(range(REPLICAS), REPLICAS // 2 + 1)))
+def test_a_read_sees_every_write_that_a_majority_of_the_replicas_took(holding: tuple[int, ...]) -> None:
+    async def scenario(network: SimulatedNetwork) -> None:
+        services = await swarm_of(network, 12)
+        replicas = nearest(services, KEY)
+        writer, *readers = [service for service in services if service not in replicas]
+        await writer.store(KEY, "old", ttl_s=600)
+        expiration_us = writer.overlay.now_us + 600_000_000
+        newer = record_by(peer_of(network, writer), "new", key=KEY, expiration_us=expiration_us)
+        for rank in holding:
+            assert replicas[rank].storage.store(newer, newer.issued_at_us) is None
+        assert [await value_at(reader, KEY) for reader in readers] == ["new"] * len(readers)
+
+    play(scenario, seed=5)
 
 
 def test_a_record_held_only_by_the_farthest_replica_is_found() -> None:
@@ -384,12 +401,12 @@ def test_a_search_without_answers_ends_with_an_error() -> None:
     play(scenario, seed=1)
 
 
-@pytest.mark.parametrize("reads", [True, False])
-def test_a_write_under_a_key_that_was_read_needs_no_search(
-    reads: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("peers", "bucket_max", "reads"), [(33, 20, False), (200, 8, True), (200, 8, False)])
+def test_a_write_needs_no_search_where_most_peers_are_known_or_the_key_was_read(
+    peers: int, bucket_max: int, reads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario(network: SimulatedNetwork) -> None:
-        services = await swarm_of(network, 30, SMALL)
+        services = await swarm_of(network, peers, bucket_max)
         key, writer = Key.parse("written"), services[-1]
         await services[0].store(key, 1, ttl_s=600)
         await asyncio.sleep(1.0)
@@ -406,6 +423,7 @@ def test_a_write_under_a_key_that_was_read_needs_no_search(
         result = await writer.store(key, 2, ttl_s=600)
         assert result.replicas >= REPLICAS - 1
         assert STORE.name in called
-        assert (FIND.name in called) != reads
+        assert (FIND.name in called) == (peers > 33 and not reads)
+        assert set(nearest(services, key)) <= {*holders(services, key), writer}
 
     play(scenario, seed=9)

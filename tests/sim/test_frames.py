@@ -121,12 +121,39 @@ def test_a_stream_that_sends_nothing_sends_its_opening() -> None:
 
 
 def test_frames_of_an_unknown_link_grow_when_it_shows_to_be_fast() -> None:
-    size = FrameSize(None, 10.0)
-    size.taken(SEND_BUFFER_BYTES)
-    assert size.next_bytes(10.001) == FRAME_BYTES_MIN  # buffers have swallowed it
-    size.taken(10 << 20)
-    assert size.next_bytes(10.1) > 1 << 20
-    assert size.next_bytes(1000.0) == FRAME_BYTES_MIN
+    size = FrameSize(None)
+    size.taken(SEND_BUFFER_BYTES, 0.001)
+    assert size.next_bytes() == FRAME_BYTES_MIN  # buffers have swallowed it
+    size.taken(10 << 20, 0.1)
+    assert size.next_bytes() > 1 << 20
+    size.taken(1 << 20, 1000.0)
+    assert size.next_bytes() == FRAME_BYTES_MIN
+
+
+def test_frames_of_a_fast_link_are_large_soon_after_the_buffers_are_full() -> None:
+    """Even where those took long to fill, as while connections are made and values are encoded."""
+    size, frames, taken = FrameSize(None), 0, 0
+    while taken < SEND_BUFFER_BYTES:
+        size.taken(size.next_bytes(), 0.01)
+        taken += size.next_bytes()
+    while size.next_bytes() < MESSAGE_BYTES_MAX:
+        size.taken(size.next_bytes(), size.next_bytes() / 1e9)
+        frames += 1
+    assert frames < 8
+
+
+def test_time_without_a_message_does_not_make_frames_smaller() -> None:
+    """A reducer waits for the values of others before it sends its first average, and between averages."""
+
+    async def main() -> None:
+        wire = Wire(byte_s=1e-9)
+        reducer = stream(wire, None, [])
+        for _ in range(4):
+            await asyncio.sleep(10.0)
+            await reducer.send(contribution(1 << 20))
+        assert len(wire.sent[-1]) > 1 << 20, "the last message is whole"
+
+    run_virtual(main())
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ from averaging.optim.exchange import CHUNKS as CHUNKS_METHOD
 from averaging.optim.exchange import OPEN
 from averaging.optim.state.donor import LEASE_IDLE_S, LEASE_S, LEASES_MAX, RECORD_RENEW_S, Donor
 from averaging.optim.state.download import OPEN_WAIT_S
+from averaging.optim.state.snapshot import pieces_digest
+from averaging.optim.state.training_state import TrainingState
 from swarm.core.errors import DeadlineExceeded, NotEnoughPeers, PeerError
 from swarm.core.ids import Contact, Key, PeerId
 from swarm.testing.network import SimulatedNetwork, SimulatedPeer
@@ -335,3 +337,48 @@ def test_a_request_for_a_state_that_is_lost_costs_some_seconds() -> None:
         assert joiner.clock.monotonic_s() - began_s < OPEN_WAIT_S + 6.0, "the state takes 4 s"
 
     play(scenario, donors=1)
+
+
+def test_a_state_that_has_not_changed_is_not_hashed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Newcomers that come one by one: they can ask for nothing before they have the digests."""
+    hashed = []
+
+    def count(pieces: Any) -> bytes:
+        hashed.append(1)
+        return pieces_digest(pieces)
+
+    monkeypatch.setattr("averaging.optim.state.view.pieces_digest", count)
+
+    async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
+        state = state_of(1, chunks=40)
+        made = donor(peers[0], state)
+        counts = []
+        for number, change in enumerate((_nothing, _nothing, _move, _write_unnoticed)):
+            change(state)
+            hashed.clear()
+            reply = await made.on_open(_other(number), state_pb2.OpenRequest(run=RUN))
+            counts.append(len(hashed))
+            assert reply.chunk_digests == b"".join(state.snapshot().chunk_digests)
+            await made.on_close(_other(number), state_pb2.CloseRequest(run=RUN, lease=reply.lease))
+        assert counts[0] == counts[2] == 40
+        assert counts[1] < 10
+        assert counts[3] > 40, "some were hashed before it was known that all must be"
+
+    play(scenario, donors=1)
+
+
+def _nothing(state: TrainingState) -> None:
+    pass
+
+
+def _move(state: TrainingState) -> None:
+    with state.lock, torch.no_grad():
+        for parameter in state.parameters:
+            parameter.add_(1.0)
+        state.mark_changed(state.epoch + 1)
+
+
+def _write_unnoticed(state: TrainingState) -> None:
+    """Write as user code may: torch does not count it."""
+    for parameter in state.parameters:
+        parameter.data.mul_(2.0)

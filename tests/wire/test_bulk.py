@@ -10,11 +10,12 @@ import os
 import socket
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
 from swarm.core.errors import DeadlineExceeded, NetworkError, NotInvited, UsageError
-from swarm.core.ids import PeerId
+from swarm.core.ids import Address, Contact, PeerId
 from swarm.net import bulk_calls
 from swarm.net.bulk_calls import BULK
 from swarm.net.bulk_server import PORTS_APART
@@ -89,6 +90,51 @@ def test_stream_without_a_free_connection_uses_grpc() -> None:
                 await stream.finish()
                 assert await stream.receive() is None
             assert pair.bulk.connections.total == 1
+
+    run(scenario)
+
+
+def test_unused_connection_is_used_although_another_one_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = []
+
+    class Counted(bulk_calls.BulkCall):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            begun.append(self)
+
+    monkeypatch.setattr(bulk_calls, "BulkCall", Counted)
+
+    async def scenario() -> None:
+        async with bulk_pair(limits=CallLimits(bulk_per_peer_max=1)) as pair:
+            async with pair.open() as stream:
+                assert await pair.talk(b"refused, so it uses grpc") == [b"refused, so it uses grpc"]
+                await stream.finish()
+                assert await stream.receive() is None
+            assert len(begun) == 1
+            assert await pair.talk(b"x") == [b"x"]
+            assert len(begun) == 2
+
+    run(scenario)
+
+
+def test_each_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC does not say which address of a name it has reached."""
+
+    async def scenario() -> None:
+        async with bulk_pair() as pair:
+            [address] = pair.contact.addresses
+
+            async def resolve(name: str, port: int, **options: Any) -> list[Any]:
+                return [
+                    (socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, port))
+                    for host in ("127.0.0.2", "127.0.0.3", "127.0.0.1")
+                ]
+
+            monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolve)
+            pair.contact = Contact(pair.contact.peer_id, (Address("peer.example", address.port),))
+            assert await pair.talk(b"x") == [b"x"]
+            assert pair.bulk.connections.total == 1
+            assert not uses_grpc(pair)
 
     run(scenario)
 
@@ -386,6 +432,26 @@ def test_stopping_server_ends_its_bulk_streams() -> None:
             await pair.server.stop(0)
             with pytest.raises(NetworkError, match="closing"):
                 await stream.receive()
+
+    run(scenario)
+
+
+def test_streams_of_both_transports_have_the_same_time_to_end() -> None:
+    async def scenario() -> None:
+        async with bulk_pair() as pair:
+
+            async def wait(stream: Stream) -> None:
+                await stream.send(b"x")
+                await asyncio.Event().wait()
+
+            pair.handlers.stream(PUSH, wait)
+            async with pair.open(method=PUSH) as bulk:
+                on_grpc = pair.channels.open_stream(pair.contact, PUSH, timeout_s=10.0)
+                async with on_grpc as grpc:
+                    assert await bulk.receive() == await grpc.receive() == b"x"
+                    began_s = time.monotonic()
+                    await pair.server.stop(1.0)
+                    assert time.monotonic() - began_s < 1.9
 
     run(scenario)
 

@@ -16,7 +16,7 @@ from swarm.core.identity import Identity
 from swarm.net import bulk_calls, bulk_server, room
 from swarm.net.bulk_calls import MAGIC
 from swarm.net.bulk_socket import BulkLost, BulkSocket
-from swarm.net.logic.sealing import HEADER_BYTES, BulkSecret, FrameKind, frame_bytes
+from swarm.net.logic.sealing import HEADER_BYTES, BulkSecret, FrameKey, FrameKind, frame_bytes
 from swarm.wire import peer_pb2
 from tests.wire.bulk_pair import (
     TALK,
@@ -354,6 +354,34 @@ def test_announced_message_that_does_not_arrive_is_given_up(monkeypatch: pytest.
             kind, body = into.open(last[:HEADER_BYTES], memoryview(last)[HEADER_BYTES:])
             assert kind is FrameKind.END
             assert b"the first message did not arrive in time" in body
+            raw.close()
+
+    run(scenario)
+
+
+def test_messages_after_the_end_of_a_stream_are_neither_kept_nor_opened() -> None:
+    """A partial message of 4 MiB would be kept for as long as the caller may take to end its stream."""
+
+    async def scenario() -> None:
+        async with bulk_pair() as pair:
+            reply = pair.ticket()
+            secret = BulkSecret(reply.secret, pair.caller.peer_id, pair.contact.peer_id)
+            raw, loop = await pair.connected(reply), asyncio.get_running_loop()
+
+            def sealed(key: FrameKey, kind: FrameKind, body: bytes = b"") -> bytes:
+                return bytes(key.seal(kind, body, bytearray(frame_bytes(len(body)))))
+
+            for stream in range(3):
+                key = secret.key(stream, from_caller=True)
+                if not stream:
+                    await loop.sock_sendall(raw, sealed(key, FrameKind.PROOF))
+                    await loop.sock_recv(raw, frame_bytes(0))
+                    continue
+                await loop.sock_sendall(raw, sealed(key, FrameKind.OPEN, b"/swarm.Test/Nothing"))
+                assert await loop.sock_recv(raw, 1000), "the stream has ended: there is no such method"
+                message = sealed(key, FrameKind.DATA, bytes(3 << 20))
+                await loop.sock_sendall(raw, message[:HEADER_BYTES] + bytes(len(message) - HEADER_BYTES))
+                await loop.sock_sendall(raw, sealed(key, FrameKind.END))
             raw.close()
 
     run(scenario)

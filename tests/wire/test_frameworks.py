@@ -266,6 +266,19 @@ def test_accelerate_and_a_plain_peer_train_one_model(
     assert opt.state_digest() == digest
 
 
+def test_schedule_prepared_by_accelerate_is_refused(optimizer_of: Callable[..., Optimizer]) -> None:
+    accelerator = Accelerator(cpu=True)
+    opt = optimizer_of(net := build())
+    schedule = torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)
+    prepared, wrapped, stepped = accelerator.prepare(net, opt, schedule)
+    inputs, targets = batch(1, BATCH)
+    accelerator.backward((prepared(inputs) - targets).square().mean())
+    wrapped.step()
+    stepped.step()
+    with pytest.raises(UsageError, match="scheduler=lambda inner"):
+        wrapped.step()
+
+
 # --- lightning
 
 

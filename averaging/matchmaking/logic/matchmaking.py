@@ -449,8 +449,9 @@ class Matchmaker:
             for peer_id, peer in search.table.peers.items()
             if peer_id not in search.followers
         ]
-        known = search.table.reachable_count()
-        if 1 + known < search.request.expected:  # no peer has reported the others yet
+        expected = search.request.expected
+        if expected and 1 + (known := search.table.reachable_count()) < expected:
+            # no peer has reported the others yet
             grace_s = self._history.grace_period.grace_s(self._own)
             waits.append(search.started_s + (grace_s if known else min(grace_s, _EMPTY_CELL_WAIT_S)))
         if not search.records_read and search.started_s - self._history.records_read_s > _RECORDS_AGE_S_MAX:

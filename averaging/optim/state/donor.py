@@ -57,6 +57,7 @@ RECORD_TTL_S = 60.0
 RECORD_RENEW_S = 15.0
 RECORD_GAP_S = 2.0  # minimum time between two updates of the record
 INDICES_MAX = 1024  # chunks requested in one message
+_SAMPLED_CHUNKS = 8  # hashed again before the digests of an earlier view are used
 
 
 def donors_key(run: str, shard: str) -> Key:
@@ -111,6 +112,8 @@ class Donor:
         self._latest: dict[str, StateView] = {}  # the latest view in each codec
         # what `only_digest` is answered with in each codec, and the version of the state that it is of
         self._digests: dict[str, tuple[int, state_pb2.OpenReply]] = {}
+        # contents and chunk digests of the last view in each codec, for newcomers that come one by one
+        self._hashed: dict[str, tuple[tuple[object, ...], tuple[bytes, ...]]] = {}
         # the view that is being hashed in the pool; one at a time
         self._making: asyncio.Future[StateView] | None = None
         self._started = asyncio.Event()
@@ -383,18 +386,29 @@ class Donor:
             if is_out_of_memory(error):
                 raise PeerError("this peer has no memory to read its state with: ask another") from error
             raise
+        contents = view.contents
         try:
             if codec != EXACT:
                 encoded = encode_view(view, codec)
                 view.close()
                 view = encoded
-            view.compute_digests()
+            self._hash(view, codec, contents)
         except BaseException as error:
             view.close()  # this view has no reader, so no writer must copy it
             if isinstance(error, (MemoryError, RuntimeError)) and is_out_of_memory(error):
                 raise PeerError("this peer has no memory to encode its state: ask another") from error
             raise
         return view
+
+    def _hash(self, view: StateView, codec: str, contents: tuple[object, ...]) -> None:
+        """Compute the digests of a view, or take those of an earlier view of the same state: a newcomer can
+        ask for nothing before it has them.
+        """
+        known, digests = self._hashed.get(codec, ((), ()))
+        sample = range(0, view.chunks, -(-view.chunks // _SAMPLED_CHUNKS))
+        if known != contents or not view.adopt_digests(digests, sample):
+            view.compute_digests()
+            self._hashed[codec] = contents, view.chunk_digests
 
     def _end_idle_leases(self) -> None:
         for name in [name for name, lease in self._leases.items() if self._is_idle(lease)]:

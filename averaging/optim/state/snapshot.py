@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import bisect
 import math
+import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgpack
 import numpy
@@ -25,10 +27,13 @@ from swarm.core.errors import PeerError
 CHUNK_BYTES = 1 << 20
 Blob = bytearray | memoryview
 ALIGNMENT_BYTES = 64
+_T = TypeVar("_T")
+_R = TypeVar("_R")
 _FORMAT = 1
 _HEADER_BYTES_MAX = 64 << 20
 _EPOCH_MAX = 1 << 40
 _STRIDE_MAX = 1 << 48  # elements; of a tensor without elements, the product of its other dimensions
+_THREADS_MAX = 4  # of `in_threads`: memory is the limit
 _DEPTH_MAX = 8  # nesting of hyperparameters
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -161,6 +166,17 @@ def is_finite(tensor: torch.Tensor) -> bool:
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     return bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
+
+
+def in_threads(function: Callable[[_T], _R], items: Sequence[_T]) -> list[_R]:
+    """Return `function` of each item, computed by as many threads as torch leaves idle: it splits large
+    tensors among its own, of which it may have only one. The threads must not need the state's lock.
+    """
+    threads = min(_THREADS_MAX, (os.cpu_count() or 1) // torch.get_num_threads(), len(items))
+    if threads <= 1:
+        return [function(item) for item in items]
+    with ThreadPoolExecutor(threads, "swarm-state") as pool:
+        return list(pool.map(function, items))
 
 
 def memory_of(flat: torch.Tensor) -> memoryview | None:

@@ -34,6 +34,7 @@ from averaging.optim.state.snapshot import (
     Snapshot,
     digests_of,
     flat_bytes,
+    in_threads,
     is_finite,
     mapping,
     memory_of,
@@ -262,8 +263,8 @@ class TrainingState:
         with self.lock, torch.no_grad():
             # before anything is changed, because there may be no memory for them
             targets = self._targets(structure, tensors)
+            self._copy_parameters(tensors)
             for index, p in enumerate(self.parameters):
-                p.copy_(tensors[f"p.{index}"])
                 self._load_statistics(
                     index, p, structure[index], tensors, mapping(counters.get(str(index))), targets[index]
                 )
@@ -273,6 +274,18 @@ class TrainingState:
             if self._schedule is not None:
                 self._schedule.move_to(header["epoch"], self.epoch)
             self.mark_changed(header["epoch"], root=root)
+
+    def _copy_parameters(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy the parameters of a snapshot into ours."""
+
+        def copy(index: int) -> None:
+            with torch.no_grad():  # holds for one thread
+                self.parameters[index].copy_(tensors[f"p.{index}"])
+
+        on_host = [index for index, p in enumerate(self.parameters) if p.device.type == "cpu"]
+        in_threads(copy, on_host)
+        for index in set(range(len(self.parameters))).difference(on_host):
+            copy(index)  # on this thread's stream
 
     def _targets(
         self, structure: Sequence[dict[str, Any]], tensors: Mapping[str, torch.Tensor]
@@ -339,7 +352,8 @@ class TrainingState:
                     f"the state's {name[:40]!r} is {tensor.dtype} {tuple(tensor.shape)}, "
                     f"ours is {own.dtype} {tuple(own.shape)}"
                 )
-            if not is_finite(tensor):
+        for name, finite in zip(tensors, in_threads(is_finite, list(tensors.values())), strict=True):
+            if not finite:
                 raise PeerError(f"the state's {name[:40]!r} is not finite")
         for index, (p, wanted) in enumerate(zip(self.parameters, structure, strict=True)):
             held = [f"s.{index}.{key}" in tensors for key, t in wanted.items() if is_statistic(p, key, t)]

@@ -70,7 +70,9 @@ def attach_backward(
     `backward` is called even when no input needs a gradient, so that experts learn. A loss that overflowed,
     as GradScaler expects to happen, reaches no expert: the input gradients are NaN then.
     """
-    anchor = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=torch.is_grad_enabled())
+    if not torch.is_grad_enabled():
+        return tuple(_own_tensor(output.to(inputs[0].device)) for output in outputs)
+    anchor = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
     remote = _RemoteBackward(backward)
     joined = _RemoteFunction.apply(remote, list(outputs), anchor, *inputs)  # type: ignore[no-untyped-call]
     return tuple(joined)

@@ -61,9 +61,12 @@ def circle_of(key: Key) -> str | None:
     The list of runs counts as a run of its own, whose members no certificate names. Declarations of experts
     count as a run to which the members of all runs belong.
     """
+    run = run_of(key)
+    if run is not None:
+        return run
     if key.namespace in _EXPERT_NAMESPACES:
         return _EXPERTS
-    return _LISTING if key == LISTING_KEY else run_of(key)
+    return _LISTING if key == LISTING_KEY else None
 
 
 @dataclass(slots=True)

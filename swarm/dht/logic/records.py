@@ -268,13 +268,13 @@ class RecordValidator:
         if len(record.signature) != _SIGNATURE_BYTES:
             return namespace_refusal(record) or f"a signature has {_SIGNATURE_BYTES} bytes"
         message = signing_bytes(record)
-        digest = hashlib.sha256(message + record.signature).digest()
+        digest = _digest(message, record)
         changes = self.changes
         if self._accepted.get(digest) == changes:
             return None  # the rest depends on nothing but the record and the rules
         refusal = (
             namespace_refusal(record)
-            or self._verify(record, message)
+            or self._verify(record, message, digest)
             or self._value_refusal(record)
             or self._rules_refusal(record)
         )
@@ -303,7 +303,8 @@ class RecordValidator:
             raw = decode_value(record.value)
             if encode_value(raw) != record.value:
                 return "a blob is bytes"
-            refusal = self._verify(record, blob_message(raw))
+            message = blob_message(raw)
+            refusal = self._verify(record, message, _digest(message, record))
             if refusal:
                 return refusal
             blob = blob_of(record.key, raw)
@@ -325,8 +326,7 @@ class RecordValidator:
             return str(error)
         return None
 
-    def _verify(self, record: Record, message: bytes) -> str | None:
-        digest = hashlib.sha256(message + record.signature).digest()
+    def _verify(self, record: Record, message: bytes, digest: bytes) -> str | None:
         valid = self._verified.get(digest)
         if valid is None:
             valid = verify(record.writer, message, record.signature)
@@ -334,3 +334,8 @@ class RecordValidator:
             if len(self._verified) > VERIFIED_MAX:
                 self._verified.popitem(last=False)
         return None if valid else FORGED
+
+
+def _digest(message: bytes, record: Record) -> bytes:
+    """Return by what a signed message is known again."""
+    return hashlib.sha256(message + record.signature).digest()

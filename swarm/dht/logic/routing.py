@@ -40,6 +40,9 @@ FAR_SILENT_S_MIN = 300.0
 FAR_SILENT_S_MAX = 3600.0
 # A newcomer without room causes a ping to the longest silent peer of its bucket if it was silent this long.
 QUESTIONABLE_S = 300.0
+# Share of the estimated number of peers that counts as most of them. Smaller: more records are written to
+# peers that are no replicas; larger: more searches in swarms of two buckets, as the estimate errs by a fifth.
+_KNOWN_SHARE_MIN = 0.75
 
 
 @dataclass(slots=True, eq=False)
@@ -95,6 +98,7 @@ class RoutingTable:
         # peers of the table with failures, ordered by their first failure
         self._failing: dict[PeerId, None] = {}
         self.changes = 0  # number of peers added and removed so far
+        self._knows_most = -1, True  # value of `changes` when it was computed, and the answer
 
     def __len__(self) -> int:
         return len(self._by_peer)
@@ -224,6 +228,24 @@ class RoutingTable:
             if len(found) >= count:
                 break
         return [node.contact for _, node in found[:count]]
+
+    @property
+    def knows_most(self) -> bool:
+        """Return whether the table probably holds most peers of the swarm, so that those that it holds
+        nearest to a key are most of the key's replicas.
+        """
+        if self.changes != self._knows_most[0]:
+            self._knows_most = self.changes, 1 + len(self) >= _KNOWN_SHARE_MIN * self._swarm_size()
+        return self._knows_most[1]
+
+    def _swarm_size(self) -> float:
+        """Return an estimate of the number of peers of the swarm, this one included: from the density of the
+        peers nearest to this one, all of which the table knows.
+        """
+        near = self.nearest(self.own_id, self.bucket_max)
+        if len(near) < self.bucket_max:
+            return 1.0 + len(near)
+        return len(near) * (1 << ID_BITS) / (near[-1].peer_id.dht_id ^ self.own_id)
 
     def is_proven(self, peer_id: PeerId) -> bool:
         """Return whether a peer is in the table, and has answered since it failed or only called."""

@@ -13,8 +13,9 @@ import asyncio
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError
 from swarm.core.ids import Contact, Key, PeerId
@@ -40,6 +41,8 @@ from swarm.wire.dht_pb2 import DhtFindQuery, DhtFindRequest, DhtFindResult, DhtR
 _REPAIR_AGE_US = 2_000_000  # a record issued later may still be on its way to its replicas
 _REPAIR_LIFE_US = 5_000_000  # a record that expires sooner is not sent to replicas that lack it
 
+Versions: TypeAlias = Mapping[Owner, tuple[int, bytes]]
+
 
 @dataclass(slots=True, eq=False)
 class RecordSearch:
@@ -51,10 +54,10 @@ class RecordSearch:
     # value of `Overlay.neighbourhood_version` at the start: a change meanwhile invalidates the cached answer
     neighbourhood_version: int = 0
     latest: dict[Owner, Record] = field(default_factory=dict)
-    # the versions that each peer answered with
-    versions_by_peer: dict[PeerId, dict[Owner, tuple[int, bytes]]] = field(default_factory=dict)
-    # the last answer, and the records of it that were accepted
-    last_answer: tuple[Sequence[DhtRecord], list[Record]] | None = None
+    # the versions that each peer answered with; one object for equal answers
+    versions_by_peer: dict[PeerId, Versions] = field(default_factory=dict)
+    # the last answer, and the versions of those of its records that were accepted
+    last_answer: tuple[Sequence[DhtRecord], Versions] | None = None
     asked: int = 0
     answers: int = 0
     is_done: bool = False
@@ -208,15 +211,12 @@ class Reader:
             records = [
                 record
                 for record in await self._replica.validate(result.records)
-                if isinstance(record, Record)
+                if isinstance(record, Record) and record.key == search.key
             ]
-            last_answer = search.last_answer = (
-                result.records,
-                [record for record in records if record.key == search.key],
-            )
-            search.merge(last_answer[1])
-        records = last_answer[1]
-        search.versions_by_peer[peer] = {record.owner: record.version for record in records}
+            versions = {record.owner: record.version for record in records}
+            last_answer = search.last_answer = result.records, versions
+            search.merge(records)
+        search.versions_by_peer[peer] = last_answer[1]
         search.answers += 1
         return closer
 
@@ -262,14 +262,16 @@ class Reader:
         """Return whether the peers nearest to the key, a majority of its replicas, hold the same records, and
         at least one.
         """
-        own = {
-            record.owner: record.version for record in self._storage.records(search.key, self._overlay.now_us)
-        }
-        held = [
-            own if contact.peer_id == self._overlay.own_id else search.versions_by_peer.get(contact.peer_id)
-            for contact in nearest
-        ]
-        return len(held) > REPLICAS // 2 and bool(held[0]) and all(one == held[0] for one in held)
+        if len(nearest) <= REPLICAS // 2:
+            return False
+        held = [self._versions_at(contact.peer_id, search) for contact in nearest]
+        return bool(held[0]) and all(one is held[0] or one == held[0] for one in held)
+
+    def _versions_at(self, peer: PeerId, search: RecordSearch) -> Versions:
+        """Return the versions of the records that a peer, perhaps this one, has under the key."""
+        if peer != self._overlay.own_id:
+            return search.versions_by_peer.get(peer, {})
+        return {one.owner: one.version for one in self._storage.records(search.key, self._overlay.now_us)}
 
     async def _search(self, search: RecordSearch, exhaustive: bool) -> None:
         """Ask the replicas, and companions where that is due, and merge their records. Ends by
@@ -277,13 +279,15 @@ class Reader:
         """
         overlay, key = self._overlay, search.key
         try:
+            if circle_of(key) is None:
+                await self._ask_replicas(search, exhaustive)
+                return
             async with asyncio.TaskGroup() as group:
                 asking = group.create_task(self._ask_replicas(search, exhaustive))
-                if circle_of(key) is not None:
-                    await asyncio.wait([asking], timeout=overlay.timings.dht_stall_s)
-                    if await self.ask_companions(search) and not asking.done():
-                        search.merge(self._storage.records(key, overlay.now_us))
-                        search.end()  # peers that claim to be near the key do not answer
+                await asyncio.wait([asking], timeout=overlay.timings.dht_stall_s)
+                if await self.ask_companions(search) and not asking.done():
+                    search.merge(self._storage.records(key, overlay.now_us))
+                    search.end()  # peers that claim to be near the key do not answer
         finally:
             search.merge(self._storage.records(key, overlay.now_us))
             if self.running.get((key, exhaustive)) is search:

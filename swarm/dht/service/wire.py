@@ -4,6 +4,7 @@ malformed one raises PeerError.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
 from swarm.core.errors import PeerError, UsageError
@@ -49,9 +50,15 @@ def key_to_wire(key: Key) -> DhtKey:
 
 def key_from_wire(message: DhtKey) -> Key:
     try:
-        return Key(message.namespace, message.name)
+        return _key(message.namespace, message.name)
     except UsageError as error:
         raise PeerError(f"a malformed key: {error}") from error
+
+
+@functools.lru_cache(maxsize=1024)
+def _key(namespace: str, name: str) -> Key:
+    """Return a key. A call and each record in it name the same few keys, which are checked once."""
+    return Key(namespace, name)
 
 
 def record_to_wire(record: Record) -> DhtRecord:

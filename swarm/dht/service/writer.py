@@ -54,8 +54,8 @@ class Verdicts:
 
 
 class PendingWrite:
-    """A write of a single record: one round of calls in a swarm that this peer knows completely, or when it
-    has read or written the same key lately; otherwise a search and one round.
+    """A write of a single record: one round of calls in a swarm of which this peer knows most peers, or when
+    it has read or written the same key lately; otherwise a search and one round.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class PendingWrite:
         # A peer that knows the replicas asks them first, and the question stores the record. Their answers
         # name closer peers that have come since.
         nearest = await overlay.search(
-            lookup, self._store_once if overlay.knows_all or near else self._find_at
+            lookup, self._store_once if near or overlay.table.knows_most else self._find_at
         )
         overlay.found.note(self._record.key, nearest)
         self.is_own_replica = any(contact.peer_id == overlay.own_id for contact in nearest)

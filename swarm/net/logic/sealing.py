@@ -25,7 +25,10 @@ TAG_BYTES = 16
 _HEADER = struct.Struct("<II")
 HEADER_BYTES = _HEADER.size
 _KEY_BYTES, _IV_BYTES = 16, 12
-FRAMES_MAX = 1 << 32  # with one key
+# AES blocks that one key encrypts: 2^34 are 256 GiB, and an attacker tells them from random bytes with a
+# probability of 2^-61. TLS 1.3 allows about as many: 2^24.5 records of 16 KiB (RFC 8446, 5.5).
+BLOCKS_MAX = 1 << 34
+_BLOCK_BYTES = 16
 _CONTEXT = b"swarm bulk 1\0"
 
 
@@ -46,21 +49,34 @@ class FrameError(Exception):
 
 
 class FrameKey:
-    """The key of one direction of one stream, at one end. Frames are sealed or opened in order."""
+    """The key of one direction of one stream, at one end. Frames are sealed or opened in order. Before more
+    than `BLOCKS_MAX` blocks are encrypted, both ends take the next key, which is derived from this one.
+    """
 
-    __slots__ = ("_cipher", "_count", "_iv")
+    __slots__ = ("_blocks", "_cipher", "_count", "_iv", "_secret")
 
-    def __init__(self, key: bytes, iv: bytes) -> None:
-        self._cipher = AESGCM(key)
-        self._iv = int.from_bytes(iv)
-        self._count = 0
+    def __init__(self, secret: bytes) -> None:
+        self._take(secret)
 
-    def _nonce(self) -> bytes:
-        if self._count >= FRAMES_MAX:
-            raise FrameError("too many frames for one stream")
+    def _take(self, secret: bytes) -> None:
+        self._secret = secret
+        self._cipher = AESGCM(secret[:_KEY_BYTES])
+        self._iv = int.from_bytes(secret[_KEY_BYTES : _KEY_BYTES + _IV_BYTES])
+        self._count = self._blocks = 0
+
+    def _nonce(self, sealed_bytes: int) -> bytes:
+        """Return the nonce of the next frame, whose body and tag have this size."""
+        blocks = -(-sealed_bytes // _BLOCK_BYTES) + 1  # with the one that encrypts the tag
+        if self._blocks + blocks > BLOCKS_MAX:
+            self._take(hmac.digest(self._secret, _CONTEXT + b"next", "sha256"))
         nonce = (self._iv ^ self._count).to_bytes(_IV_BYTES)
         self._count += 1
+        self._blocks += blocks
         return nonce
+
+    def skip(self, sealed_bytes: int) -> None:
+        """Count the next frame without opening it. Its body and tag have this size."""
+        self._nonce(sealed_bytes)
 
     def seal(self, kind: FrameKind, body: bytes, buffer: bytearray) -> memoryview:
         """Write the next frame to the buffer, and return a view of it. The body has at most `BODY_BYTES_MAX`
@@ -70,7 +86,7 @@ class FrameKey:
         header = _HEADER.pack(kind, size)
         frame = memoryview(buffer)[: HEADER_BYTES + size]
         frame[:HEADER_BYTES] = header
-        self._cipher.encrypt_into(self._nonce(), body, header, frame[HEADER_BYTES:])
+        self._cipher.encrypt_into(self._nonce(size), body, header, frame[HEADER_BYTES:])
         return frame
 
     def open(self, header: bytes, sealed: memoryview) -> tuple[FrameKind, bytes]:
@@ -78,7 +94,7 @@ class FrameKey:
         end sealed next.
         """
         try:
-            body = self._cipher.decrypt(self._nonce(), sealed, header)
+            body = self._cipher.decrypt(self._nonce(len(sealed)), sealed, header)
         except InvalidTag:
             raise FrameError("a frame was altered, repeated or left out on the way") from None
         return FrameKind(_HEADER.unpack(header)[0]), body
@@ -111,7 +127,7 @@ class BulkSecret:
             self.callee.public_key,
         )
         derived = hmac.digest(self.secret, b"".join(parts), "sha256")
-        return FrameKey(derived[:_KEY_BYTES], derived[_KEY_BYTES : _KEY_BYTES + _IV_BYTES])
+        return FrameKey(derived)
 
 
 def frame_bytes(body_bytes: int) -> int:

@@ -1,0 +1,224 @@
+"""Small calls to a peer that is called often use the bulk path, and lose nothing by it: where there is none,
+where it breaks, or where it is refused, they use gRPC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError
+from swarm.core.ids import PeerId
+from swarm.net import server, shared_calls
+from swarm.net.bulk_socket import BulkLost
+from swarm.net.calls import BATCH_BYTES_MAX, CALLS_NAME
+from swarm.net.channels import Channels
+from swarm.net.logic.sealing import FrameKind
+from swarm.net.rpc import Method
+from swarm.net.server import CallLimits
+from swarm.wire import peer_pb2
+from tests.wire.bulk_pair import BulkPair, bulk_pair
+
+ECHO = Method(name="/swarm.Test/Echo", request=peer_pb2.Hello, reply=peer_pb2.Hello)
+SLOW = Method(name="/swarm.Test/Slow", request=peer_pb2.Hello, reply=peer_pb2.Hello)
+REFUSED = Method(name="/swarm.Test/Refused", request=peer_pb2.Hello, reply=peer_pb2.Hello)
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+async def echo(peer_id: PeerId, request: peer_pb2.Hello) -> peer_pb2.Hello:
+    return request
+
+
+async def refuse(peer_id: PeerId, request: peer_pb2.Hello) -> peer_pb2.Hello:
+    raise PeerError("not today")
+
+
+async def call(
+    pair: BulkPair,
+    agent: str,
+    method: Method[peer_pb2.Hello, peer_pb2.Hello] = ECHO,
+    channels: Channels | None = None,
+    timeout_s: float = 10.0,
+) -> str:
+    request = peer_pb2.Hello(agent=agent)
+    caller = channels or pair.channels
+    return (await caller.call(pair.contact, method, request, timeout_s=timeout_s)).agent
+
+
+async def often(pair: BulkPair) -> None:
+    """Make as many calls as it takes."""
+    for number in range(shared_calls.OFTEN + 1):
+        assert await call(pair, str(number)) == str(number)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - the counts have no event
+        await asyncio.sleep(0.005)
+
+
+def uses_bulk(pair: BulkPair, channels: Channels | None = None) -> bool:
+    shared = (channels or pair.channels).shared_calls(pair.contact.peer_id)
+    return shared is not None and shared.is_bulk and not shared.is_refused
+
+
+def test_calls_of_a_peer_that_is_called_often_use_the_bulk_path_with_all_their_properties() -> None:
+    async def scenario() -> None:
+        cancelled = asyncio.Event()
+
+        async def slow(peer_id: PeerId, request: peer_pb2.Hello) -> peer_pb2.Hello:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                cancelled.set()
+            return request
+
+        async with bulk_pair() as pair:
+            for method, handler in ((ECHO, echo), (SLOW, slow), (REFUSED, refuse)):
+                pair.handlers.unary(method, handler)
+            await call(pair, "seldom")
+            assert pair.bulk.connections.total == 0
+            await often(pair)
+            await until(lambda: uses_bulk(pair))
+            await often(pair)
+            assert pair.bulk.connections.total == 1
+            assert pair.server.bulk_call_streams.total == 1
+            assert await asyncio.gather(*(call(pair, str(n)) for n in range(200))) == [
+                str(n) for n in range(200)
+            ]
+            with pytest.raises(PeerError, match="not today"):
+                await call(pair, "x", REFUSED)
+            with pytest.raises(DeadlineExceeded):
+                await call(pair, "x", SLOW, timeout_s=0.05)
+            await cancelled.wait()
+            await until(lambda: pair.server.calls.total == 0)
+            assert await pair.talk(b"stream") == [b"stream"]  # on a connection of its own
+            assert pair.bulk.connections.total == 2
+
+    run(scenario)
+
+
+def test_seldom_called_peer_loses_its_stream_on_the_bulk_path_and_gets_it_again() -> None:
+    async def scenario() -> None:
+        async with bulk_pair() as pair:
+            pair.handlers.unary(ECHO, echo)
+            await often(pair)
+            await until(lambda: uses_bulk(pair))
+            await pair.channels.close_idle()  # reviews the calls that were made until now
+            await call(pair, "seldom")
+            await pair.channels.close_idle()
+            assert not uses_bulk(pair)
+            await until(lambda: pair.bulk.connections.total == 0)
+            await often(pair)
+            await until(lambda: uses_bulk(pair))
+
+    run(scenario)
+
+
+def test_call_in_progress_survives_the_return_to_grpc() -> None:
+    async def scenario() -> None:
+        entered, release = asyncio.Event(), asyncio.Event()
+
+        async def slow(peer_id: PeerId, request: peer_pb2.Hello) -> peer_pb2.Hello:
+            entered.set()
+            await release.wait()
+            return request
+
+        async with bulk_pair() as pair, asyncio.TaskGroup() as tasks:
+            pair.handlers.unary(ECHO, echo)
+            pair.handlers.unary(SLOW, slow)
+            await often(pair)
+            await until(lambda: uses_bulk(pair))
+            waiting = tasks.create_task(call(pair, "slow", SLOW))
+            await entered.wait()
+            await pair.channels.close_idle()
+            await pair.channels.close_idle()
+            assert not uses_bulk(pair)
+            assert await call(pair, "quick") == "quick"
+            release.set()
+            assert await waiting == "slow"
+
+    run(scenario)
+
+
+def test_broken_bulk_connection_fails_the_calls_in_progress_and_no_later_ones() -> None:
+    async def scenario() -> None:
+        entered = asyncio.Event()
+
+        async def slow(peer_id: PeerId, request: peer_pb2.Hello) -> peer_pb2.Hello:
+            entered.set()
+            await asyncio.Event().wait()
+            return request
+
+        async with bulk_pair() as pair:
+            pair.handlers.unary(ECHO, echo)
+            pair.handlers.unary(SLOW, slow)
+            await often(pair)
+            await until(lambda: uses_bulk(pair))
+            waiting = asyncio.create_task(call(pair, "slow", SLOW))
+            await entered.wait()
+            await pair.bulk.stop(0)
+            with pytest.raises(NetworkError):
+                await waiting
+            assert await call(pair, "later") == "later"
+            assert pair.channels.connected(pair.contact.peer_id)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("what", ["no room", "no bulk port"])
+def test_calls_stay_on_grpc_where_the_peer_takes_none_on_the_bulk_path(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if what == "no room":
+        monkeypatch.setattr(server, "BULK_CALL_STREAMS_PER_PEER_MAX", 0)
+
+    async def scenario() -> None:
+        limits = CallLimits(bulk_per_peer_max=0 if what == "no bulk port" else 8)
+        async with bulk_pair(limits=limits) as pair:
+            pair.handlers.unary(ECHO, echo)
+            for _ in range(4):
+                await often(pair)
+                assert await asyncio.gather(*(call(pair, str(n)) for n in range(100))) == [
+                    str(n) for n in range(100)
+                ]
+            assert not uses_bulk(pair)
+
+    run(scenario)
+
+
+def test_peer_has_one_stream_of_calls_on_the_bulk_path_and_the_rest_for_other_streams() -> None:
+    async def scenario() -> None:
+        async with bulk_pair() as pair:
+            pair.handlers.unary(ECHO, echo)
+            await often(pair)
+            await until(lambda: uses_bulk(pair))
+            second = Channels(pair.caller)
+            try:
+                for number in range(3 * shared_calls.OFTEN):
+                    assert await call(pair, str(number), channels=second) == str(number)
+                assert not uses_bulk(pair, second)
+            finally:
+                await second.close()
+            assert uses_bulk(pair)
+
+    run(scenario)
+
+
+def test_too_large_message_of_calls_ends_its_connection_before_it_is_read() -> None:
+    async def scenario() -> None:
+        async with bulk_pair() as pair:
+            connection = await pair.proven(pair.ticket())
+            await connection.send(FrameKind.OPEN, CALLS_NAME.encode())
+            await until(lambda: pair.server.bulk_call_streams.total == 1)
+            with contextlib.suppress(BulkLost):
+                await connection.send(FrameKind.DATA, bytes(BATCH_BYTES_MAX + 1))
+            await until(lambda: pair.bulk.connections.total == 0)
+            connection.close()
+
+    run(scenario)
