@@ -390,4 +390,7 @@ class ComputeThread:
             self._under_way.popleft()  # batches finish in order
             if batch.cost:
                 self._throughput.note(seconds, batch.cost, samples_of(batch.jobs))
+                # a request that keeps activations is always a batch of its own
+                if batch.queue == batch.jobs[0].kind and not any(outcome.failure for _, outcome in done):
+                    self._batcher.record(batch.queue, samples_of(batch.jobs), seconds)
             count.busy_s += seconds

@@ -1,7 +1,8 @@
 """Batching: it decides which requests a device computes next, and which of them together. Pure logic between
 the callers of a server and its device.
 
-Requests of one expert and direction form a queue. A batch is taken from one queue, up to a number of samples.
+Requests of one expert and direction form a queue. A batch is taken from one queue, up to a number of samples,
+which is smaller where larger batches have turned out not to be quicker (`BatchRates`).
 The order between queues and within them is that of start-time fair queueing (Goyal, Vin and Cheng, 1996):
 each request gets a virtual start, which is the virtual time or the end of its caller's previous request,
 whichever is later. A caller alone is served oldest first; several callers get equal shares of samples,
@@ -14,6 +15,7 @@ Times are parameters. Not thread-safe: threads that share it hold a lock.
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
@@ -21,7 +23,17 @@ from swarm.core.errors import UsageError
 
 # a limit set by memory grows by 1/64 with each successful batch: it doubles in 45 batches
 _RECOVERY = 64
+_RATES_MAX = 1024  # queues whose batches' times are remembered; the one that began first is forgotten
 _IDLE_CALLERS_MAX = 1024  # without waiting requests whose virtual ends are remembered
+# of the samples per second of the best class. Larger: more delay for little throughput
+_RATE_SHARE_MIN = 0.8
+# time that a batch may always take: joining requests for less than a round trip delays nobody
+_BATCH_S_MIN = 0.005
+_TIMES_MAX = 8  # of a class: the newest, of which the quickest counts, since other work only adds time
+# After this number of batches within the limit, one may have twice the samples: other work may have delayed
+# its class before, or it has become quicker. Doubles with each such batch that changes nothing.
+_PROBE_BATCHES_FIRST = 4
+_PROBE_BATCHES_MAX = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +94,55 @@ class _Queue:
         return next(iter(self.waiting.values()))[1]
 
 
+class BatchRates:
+    """How many samples of the requests of a queue are worth one batch, by the times that its batches took.
+
+    Requests of one batch are answered together, when all of it is computed. Where a batch of twice the size
+    takes twice the time, joining requests only makes the first of them wait; along a pipeline, micro-batches
+    then travel in groups, and stages stand still between the groups. Where much of the time does not depend
+    on the size, joining them is what makes a server fast.
+
+    Times are measured by size class, the powers of two. A batch is made no larger than the smallest class
+    that computes nearly as many samples a second as the best class.
+    """
+
+    def __init__(self) -> None:
+        self._s_per_sample: dict[int, deque[float]] = {}  # by size class, the bit length of the samples
+        self._chosen: int | None = None  # the largest size class that is worth one batch
+        self._limit = 0  # in samples, if there is such a class
+        self._within_limit = 0  # batches since the class was chosen, or one was larger
+        self._probe_batches = _PROBE_BATCHES_FIRST
+
+    @property
+    def samples_max(self) -> int | None:
+        """Return the most samples that are worth one batch; None when larger batches may be worth more."""
+        if self._chosen is None:
+            return None
+        return self._limit * (2 if self._within_limit >= self._probe_batches else 1)
+
+    def record(self, samples: int, seconds: float) -> None:
+        """Record a batch and how long its computation took."""
+        times = self._s_per_sample.setdefault(samples.bit_length(), deque(maxlen=_TIMES_MAX))
+        times.append(max(seconds, 1e-9) / samples)
+        is_larger = self._chosen is not None and samples > self._limit
+        before = self._chosen
+        self._choose()
+        if self._chosen != before:
+            self._within_limit, self._probe_batches = 0, _PROBE_BATCHES_FIRST
+        elif is_larger:
+            self._within_limit, self._probe_batches = 0, min(2 * self._probe_batches, _PROBE_BATCHES_MAX)
+        else:
+            self._within_limit += 1
+
+    def _choose(self) -> None:
+        rates = {size_class: 1.0 / min(times) for size_class, times in self._s_per_sample.items()}
+        enough = _RATE_SHARE_MIN * max(rates.values())
+        chosen = min(size_class for size_class, rate in rates.items() if rate >= enough)
+        # a class that is larger than all measured ones may be better still
+        self._chosen = chosen if chosen < max(rates) else None
+        self._limit = max((1 << chosen) - 1, int(rates[chosen] * _BATCH_S_MIN))
+
+
 class Batcher:
     """The queues of one device."""
 
@@ -97,6 +158,7 @@ class Batcher:
         self._virtual_time = 0.0
         # the most samples of a batch, for queues whose batches ran out of memory
         self._memory_limits: dict[Hashable, float] = {}
+        self._rates: dict[Hashable, BatchRates] = {}
 
     @property
     def queued(self) -> int:
@@ -168,7 +230,7 @@ class Batcher:
         (start, _), key = min(due, key=lambda one: one[0])
         self._virtual_time = max(self._virtual_time, start)
         queue, batch, samples = self._queues[key], list[QueuedRequest](), 0
-        samples_max = self.samples_max(key)
+        samples_max = min(self.samples_max(key), self._samples_worth(key))
         while queue.waiting and len(batch) < self.limits.batch_requests_max:
             request, _ = queue.waiting[queue.head()[1]]
             if batch and samples + request.samples > samples_max:
@@ -203,6 +265,12 @@ class Batcher:
         else:
             del self._memory_limits[queue]
 
+    def record(self, queue: Hashable, samples: int, seconds: float) -> None:
+        """Record how long the computation of a batch of this queue took."""
+        if queue not in self._rates and len(self._rates) >= _RATES_MAX:
+            del self._rates[next(iter(self._rates))]
+        self._rates.setdefault(queue, BatchRates()).record(samples, seconds)
+
     def due_s(self) -> float | None:
         """Return when the next batch is due, which may be in the past; None when no request waits."""
         times = [
@@ -216,6 +284,12 @@ class Batcher:
 
     def _is_enough(self, key: Hashable, queue: _Queue) -> bool:
         return queue.samples >= min(self.limits.batch_samples_min, self.samples_max(key))
+
+    def _samples_worth(self, key: Hashable) -> int:
+        """Return how many samples one batch may have before more of them only wait for one another."""
+        limits, rates = self.limits, self._rates.get(key)
+        worth = rates.samples_max if rates is not None else None
+        return limits.batch_samples_max if worth is None else max(worth, limits.batch_samples_min)
 
     def _remove(self, number: int) -> None:
         key = self._queue_of.pop(number)
