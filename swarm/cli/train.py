@@ -401,8 +401,10 @@ def _session(
     choices: TrainChoices, identity: Path | None, invited_to: RunSpecification | None = None
 ) -> Iterator[_Session]:
     """Open the node. `identity`: the default identity file of an owner; None: the command joins a run.
-    `invited_to`: an invited run that this identity owns.
+    `invited_to`: an invited run that this identity owns. Raises `click.Abort` if Ctrl-C comes before the node
+    is open.
     """
+    is_open = False
     with (
         Shutdown(exit_with_parent=choices.exit_with_parent) as shutdown,
         make_output(VolunteerPresentation(), as_json=choices.as_json) as output,
@@ -441,9 +443,12 @@ def _session(
                     )
                 )
                 node.tell_reach(lambda sentence: output.emit(Notice(text=sentence)))
+                is_open = True
                 yield _Session(node, own, output, shutdown, choices, importing)
         finally:
             own.close()
+    if not is_open:  # `Shutdown` has ended the KeyboardInterrupt
+        raise click.Abort
 
 
 def _import_torch() -> None:
