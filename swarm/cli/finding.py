@@ -271,9 +271,9 @@ def _invited_entry(
         raise in_use
     if in_use is not None:
         raise UsageError(
-            f"the identity with which this user joined {signed.full_name} is in use by another process, such as "
-            "its volunteer: pass an invite (swarm1…) instead of the name, so that this command is another "
-            "peer, or stop that process"
+            f"the identity with which this user joined {signed.full_name} is in use by another process, "
+            "such as its volunteer: pass an invite (swarm1…) instead of the name, so that this command is "
+            "another peer, or stop that process"
         )
     raise UsageError(
         f"{signed.full_name} needs an invite, and no identity of this user has joined it: pass the invite "

@@ -144,7 +144,10 @@ def start(file: Path, recovery_key: str | None, **given: Any) -> int:
     specification = RunSpecification.from_file(file)
     if recovery_key is not None:
         specification = specification.model_copy(update={"recovery_key": recovery_key_of(recovery_key)})
-    specification = _with_package(specification)
+    try:
+        specification = _with_package(specification)
+    except UsageError as error:
+        raise UsageError("\n".join(f"{file}: {line}" for line in str(error).splitlines())) from error
     if specification.requirements.device == "cuda":
         # Do not publish a run that this machine cannot train.
         choose_device(choices.device, specification)

@@ -190,9 +190,7 @@ def test_an_owner_observes_its_run_by_name_while_its_own_identity_trains() -> No
         assert (entry.run, entry.bootstrap[1:]) == (signed.full_name, (address,))
         with closing(open_entry_identity(entry.identity, entry.bootstrap)) as watcher:
             assert watcher.peer_id != owner.peer_id
-            membership = RunMembership(
-                Entrance.of(entry.bootstrap).invite, watcher.peer_id, (), time.time
-            )
+            membership = RunMembership(Entrance.of(entry.bootstrap).invite, watcher.peer_id, (), time.time)
             assert (membership.run_id, membership.invite.grants[-1].roles) == (signed.run_id, ("observe",))
         with pytest.raises(UsageError, match="needs an invite, and no identity of this user has joined it"):
             remembered_entry("closed", None, None, role="train")

@@ -11,7 +11,7 @@ import pytest
 
 from swarm.cli import main
 
-# The interruption of a blocked main thread arrives in the callback of a weak reference, and Python ignores it there.
+# The interruption of a blocked main thread arrives in the callback of a weak reference: Python ignores it.
 LOST = """
 import signal, threading, weakref
 from swarm.cli.shutdown import Shutdown
@@ -30,7 +30,9 @@ print("ended")
 
 
 def test_an_interruption_that_python_ignores_is_repeated_without_a_traceback() -> None:
-    done = subprocess.run([sys.executable, "-c", LOST], capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", LOST], capture_output=True, text=True, timeout=50, check=False
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "ended\n", "")
 
 
