@@ -393,9 +393,11 @@ class CatchUp:
         state = self._state
         with state.lock:
             apply()
-            if state.scheduler is not None:
-                state.scheduler.step()
-            state.mark_changed(state.epoch + 1, root=self._averager.root_of(state.epoch + 1))
+            try:
+                if state.scheduler is not None:
+                    state.scheduler.step()
+            finally:  # the step is made, even if the caller's scheduler has no more epochs
+                state.mark_changed(state.epoch + 1, root=self._averager.root_of(state.epoch + 1))
 
     def _read_donors(self, shard: str) -> dict[str, Entry]:
         key = donors_key(self._run_id, shard)

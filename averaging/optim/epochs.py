@@ -29,6 +29,7 @@ _TOO_SLOW = (
     " (a step of this peer takes longer than an epoch of the others: "
     "make its steps smaller, or target_batch_size larger)"
 )
+_COUNTED = "their round was completed by the others, and its step was not made here"
 _RATE_GAIN = 0.2  # weight of the newest step in the running estimate of samples/s
 
 
@@ -128,9 +129,12 @@ class EpochLoop:
         finally:
             with self._state.lock:
                 history = self._tracker.history
-                lost = self._learner.resume(parted=history is not None and history.has_parted)
+                lost = self._learner.resume(
+                    parted=history is not None and history.has_parted, counted=self._closer.has_lost_round
+                )
         self._retry_at_samples = self._failed_at_samples = 0
         if result.loaded:
+            self._closer.has_lost_round = False
             self._resync_reason, self._resync_donors = "", frozenset()
             self._started = True
             # kept samples count in the loaded epoch. Also, a peer whose steps all end here would otherwise
@@ -286,6 +290,7 @@ class EpochLoop:
             why = f"{why}; {given_up} epochs that this peer made while it was cut off are given up"
             for hook in list(self.reunion_hooks.values()):
                 hook()
+        may_be_counted = self._closer.has_lost_round
         self._learner.suspend()
         _log.info("downloading the state again: %s", why)
         loaded = self.load(self._load_timeout_s)
@@ -293,7 +298,8 @@ class EpochLoop:
             history = self._tracker.history
             is_parted = history is not None and history.has_parted
             cause = "they are of a history that is given up" if is_parted else "their epoch is too long ago"
-            cause += _TOO_SLOW if math.isinf(self._absence_s) and not is_parted else ""
+            cause = _COUNTED if may_be_counted else cause
+            cause += _TOO_SLOW if math.isinf(self._absence_s) and not (is_parted or may_be_counted) else ""
             why += f"; {loaded.dropped} samples are dropped, for {cause}"
         if dropped + loaded.dropped:
             _log.warning("%d samples of this peer are dropped: %s", dropped + loaded.dropped, why)
@@ -375,7 +381,11 @@ class EpochLoop:
             return self._finish_close(report, self._closer.step_alone(None, 0), contributed)
         if self._retry_at_samples:
             self._tracker.announce_full(epoch)
-        background_round = self._averager.begin(epoch, self._closer.is_obsolete, OBSOLETE_ROUND_GRACE_S)
+        try:
+            background_round = self._averager.begin(epoch, self._closer.is_obsolete, OBSOLETE_ROUND_GRACE_S)
+        except BaseException:
+            self._mode.failed("cancelled")
+            raise
         self._background = _BackgroundEpoch(background_round, epoch, contributed, self._clock.monotonic_s())
         return replace(report, accumulated=self._learner.samples)
 
