@@ -34,7 +34,7 @@ from swarm.core.ids import Contact, PeerId
 from swarm.net.rpc import Stream, StreamCaller
 from swarm.wire import state_pb2
 
-_log = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 OnProgress: TypeAlias = Callable[[int, int], None]  # bytes so far and in total; called on the network thread
 
@@ -335,7 +335,7 @@ class Download:
                     f"offers a state of epoch {offer.epoch} that differs from that of the electors, "
                     f"of epoch {found[0].epoch}"
                 )
-                _log.warning("peer %s %s", peer, self.failures[peer])
+                _logger.warning("peer %s %s", peer, self.failures[peer])
         return found
 
     @staticmethod
@@ -440,7 +440,7 @@ class Download:
             self.failures[peer] = str(error)
             if intake is not None and intake.lie:
                 self.liars.add(peer)
-            _log.warning("peer %s failed as a donor of run %s: %s", peer, self.run, error)
+            _logger.warning("peer %s failed as a donor of run %s: %s", peer, self.run, error)
             return False
         finally:
             partial.return_undelivered(intake.close() if intake is not None else ())
@@ -478,7 +478,7 @@ class Download:
             try:
                 self.on_progress(min(len(self.partial.have) * CHUNK_BYTES, total_bytes), total_bytes)
             except Exception:  # the caller's code, which only shows something
-                _log.exception("on_progress failed: the download continues without it")
+                _logger.exception("on_progress failed: the download continues without it")
                 self.on_progress = None
 
     async def _open_stream(self, stack: AsyncExitStack, offer: _Offer) -> Stream:
@@ -495,4 +495,6 @@ class Download:
         try:
             await self.caller.call(contact, CLOSE, request, timeout_s=_CLOSE_TIMEOUT_S)
         except SwarmError as error:
-            _log.debug("the lease of peer %s was not closed after the download: %s", contact.peer_id, error)
+            _logger.debug(
+                "the lease of peer %s was not closed after the download: %s", contact.peer_id, error
+            )
