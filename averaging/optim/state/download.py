@@ -34,7 +34,7 @@ from swarm.core.ids import Contact, PeerId
 from swarm.net.rpc import Stream, StreamCaller
 from swarm.wire import state_pb2
 
-_logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 OnProgress: TypeAlias = Callable[[int, int], None]  # bytes so far and in total; called on the network thread
 
@@ -335,7 +335,7 @@ class Download:
                     f"offers a state of epoch {offer.epoch} that differs from that of the electors, "
                     f"of epoch {found[0].epoch}"
                 )
-                _logger.warning("peer %s %s", peer, self.failures[peer])
+                _log.warning("peer %s %s", peer, self.failures[peer])
         return found
 
     @staticmethod
@@ -440,7 +440,7 @@ class Download:
             self.failures[peer] = str(error)
             if intake is not None and intake.lie:
                 self.liars.add(peer)
-            _logger.warning("peer %s failed as a donor of run %s: %s", peer, self.run, error)
+            _log.warning("peer %s failed as a donor of run %s: %s", peer, self.run, error)
             return False
         finally:
             partial.return_undelivered(intake.close() if intake is not None else ())
@@ -475,11 +475,9 @@ class Download:
         self._received_bytes += new_bytes
         if self.on_progress is not None and self.partial is not None:
             total_bytes = len(self.partial.blob)
-            try:
-                self.on_progress(min(len(self.partial.have) * CHUNK_BYTES, total_bytes), total_bytes)
-            except Exception:  # the caller's code, which only shows something
-                _logger.exception("on_progress failed: the download continues without it")
-                self.on_progress = None
+            received_bytes = min(len(self.partial.have) * CHUNK_BYTES, total_bytes)
+            # an error of the caller's code, which only shows something, is the loop's to report
+            asyncio.get_running_loop().call_soon(self.on_progress, received_bytes, total_bytes)
 
     async def _open_stream(self, stack: AsyncExitStack, offer: _Offer) -> Stream:
         try:
@@ -495,6 +493,4 @@ class Download:
         try:
             await self.caller.call(contact, CLOSE, request, timeout_s=_CLOSE_TIMEOUT_S)
         except SwarmError as error:
-            _logger.debug(
-                "the lease of peer %s was not closed after the download: %s", contact.peer_id, error
-            )
+            _log.debug("the lease of peer %s was not closed after the download: %s", contact.peer_id, error)
