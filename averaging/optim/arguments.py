@@ -114,7 +114,7 @@ def make_scheduler(
 def _needed_arguments(stepped: object) -> list[str]:
     """Return the names of the arguments that the `step` of an optimizer or a scheduler must have."""
     # of the class: torch's schedulers replace `step` on the optimizer by a function that seems to need `self`
-    step = getattr(type(stepped), "step", None)
+    step: Any = getattr(type(stepped), "step", None)
     try:
         _, *parameters = inspect.signature(step).parameters.values()
     except (TypeError, ValueError):  # a function without a signature

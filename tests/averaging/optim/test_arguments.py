@@ -68,7 +68,7 @@ def test_optimizer_whose_step_needs_a_closure_is_refused(mode: ModeName) -> None
 
 
 def test_optimizer_that_had_a_scheduler_before_is_accepted() -> None:
-    """A scheduler replaces `step` on the optimizer; this one is used a second time, as after a reconnection."""
+    """A scheduler replaces `step` on the optimizer, which is used a second time, as after a reconnection."""
     inner = torch.optim.AdamW(net().parameters())
     for _ in range(2):
         assert check_arguments(inner, "gradients", None, None).name == "gradients"
