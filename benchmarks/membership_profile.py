@@ -93,7 +93,12 @@ class ThreadProfile:
         stats: Any = pstats.Stats(self._profile)
         calls = sum(calls for _, calls, *_ in stats.stats.values())
         return {
-            "membership_s": seconds(stats.stats, lambda path: _is_in(path, _MODULES), overhead),
+            "membership_s": seconds(
+                stats.stats,
+                lambda path: _is_in(path, _MODULES),
+                overhead,
+                is_other=lambda path: _is_in(path, _HISTORY_MODULES),
+            ),
             "history_s": seconds(stats.stats, lambda path: _is_in(path, _HISTORY_MODULES), overhead),
             "profiler_s": calls * (overhead.inside_s + overhead.outside_s),
             "shown": sum(
@@ -130,9 +135,15 @@ def _is_in(path: str, modules: tuple[str, ...]) -> bool:
     return any(one in path for one in modules)
 
 
-def seconds(stats: dict[Any, Any], is_one: Callable[[str], bool], overhead: Overhead) -> float:
+def seconds(
+    stats: dict[Any, Any],
+    is_one: Callable[[str], bool],
+    overhead: Overhead,
+    is_other: Callable[[str], bool] = lambda path: False,
+) -> float:
     """Return the time in functions of some modules, and in all that these call, by the statistics of a
-    `pstats.Stats`; without what the profiler took in them and in all that they call.
+    `pstats.Stats`; without what the profiler took in them and in all that they call, and without functions of
+    modules that count elsewhere (`is_other`).
     """
     below = _calls_below(stats)
     found, whole_s = 0.0, overhead.inside_s + overhead.outside_s
@@ -140,6 +151,8 @@ def seconds(stats: dict[Any, Any], is_one: Callable[[str], bool], overhead: Over
         for (caller, _, _), (_, calls, _, cumulative_s) in callers.items():
             if is_one(function[0]) and not is_one(caller):
                 found += cumulative_s - calls * overhead.inside_s
+            elif is_one(caller) and is_other(function[0]):
+                found -= cumulative_s + calls * overhead.outside_s
             elif is_one(caller):
                 found -= calls * whole_s
                 if not is_one(function[0]):

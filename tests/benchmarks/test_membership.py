@@ -107,6 +107,10 @@ def test_profiler_time_is_not_counted_for_the_watched_functions() -> None:
     }
     found = membership_profile.seconds(stats, lambda path: path.startswith("m/"), overhead)
     assert found == pytest.approx(10 * (f_s + g_s + h_s))
+    found = membership_profile.seconds(
+        stats, lambda path: path.startswith("m/"), overhead, is_other=lambda path: path == "x.py"
+    )
+    assert found == pytest.approx(10 * (f_s + g_s)), "what counts elsewhere counts once"
 
 
 def test_profiler_time_far_below_a_function_is_not_counted_as_its_own() -> None:
@@ -124,6 +128,10 @@ def test_profiler_time_far_below_a_function_is_not_counted_as_its_own() -> None:
     }
     found = membership_profile.seconds(stats, lambda path: path.startswith("m/"), overhead)
     assert found == pytest.approx(10 * (0.125 + 2 * (0.25 + 3 * 0.5)))
+    found = membership_profile.seconds(
+        stats, lambda path: path.startswith("m/"), overhead, is_other=lambda path: path == "x.py"
+    )
+    assert found == pytest.approx(10 * 0.125), "what counts elsewhere counts once"
 
 
 def test_single_attacks_and_single_small_runs_can_be_measured() -> None:

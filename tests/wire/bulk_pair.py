@@ -207,3 +207,10 @@ async def outcome(work: Awaitable[object]) -> object:
         return await work
     except SwarmError as error:
         return error
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait until a condition holds that no event announces. Raise TimeoutError after 10 s."""
+    async with asyncio.timeout(10.0):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)

@@ -18,7 +18,7 @@ from swarm.net.logic.sealing import TAG_BYTES, BulkSecret, FrameKind, frame_byte
 from swarm.net.rpc import Method
 from swarm.net.server import CallLimits
 from swarm.wire import peer_pb2
-from tests.wire.bulk_pair import BulkPair, bulk_pair, is_closed
+from tests.wire.bulk_pair import BulkPair, bulk_pair, is_closed, until
 
 ECHO = Method(name="/swarm.Test/Echo", request=peer_pb2.Hello, reply=peer_pb2.Hello)
 SLOW = Method(name="/swarm.Test/Slow", request=peer_pb2.Hello, reply=peer_pb2.Hello)
@@ -53,11 +53,6 @@ async def often(pair: BulkPair) -> None:
     """Make as many calls as it takes."""
     for number in range(shared_calls.BULK_CALLS_MIN + 1):
         assert await call(pair, str(number)) == str(number)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110 - the counts have no event
-        await asyncio.sleep(0.005)
 
 
 def uses_bulk(pair: BulkPair, channels: Channels | None = None) -> bool:
