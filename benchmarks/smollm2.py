@@ -203,9 +203,10 @@ def train_together(folder: Path, model: Path, run: Path, settings: dict[str, Any
         peers += [Volunteer(folder, model, name, "join", address, "--yes") for name in ("one", "two")]
         began_s = peers[1].wait("contributing")["at_s"]
         began_s = max(began_s, peers[2].wait("contributing")["at_s"])
-        peers.append(Volunteer(folder, model, "late", "join", address, "--yes"))
         founder.wait("epoch", _KILLED_AT_EPOCH)
         peers[1].process.send_signal(signal.SIGKILL)
+        peers[1].process.wait()  # `join` compares what it needs with the memory that is free
+        peers.append(Volunteer(folder, model, "late", "join", address, "--yes"))
         late = peers[3].wait("contributing")["epoch"]
         ended_s = founder.wait("finished")["at_s"]
         founder.process.wait(60)
