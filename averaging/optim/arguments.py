@@ -42,7 +42,7 @@ def check_arguments(
         )
     settings = settings_of(mode)
     kind = type(inner).__name__
-    if needed := _needed_arguments(inner.step):
+    if needed := _needed_arguments(inner):
         raise UsageError(
             f"{kind}.step needs {', '.join(needed)}: swarm.Optimizer calls step() without arguments, so pass "
             "an optimizer that works with gradients alone"
@@ -98,7 +98,7 @@ def make_scheduler(
             f"the function for the scheduler returned {scheduler!r:.60}, which has no {', '.join(missing)}"
         )
     kind = type(scheduler).__name__
-    if needed := _needed_arguments(scheduler.step):
+    if needed := _needed_arguments(scheduler):
         raise UsageError(
             f"{kind}.step needs {', '.join(needed)}, which would differ from peer to peer: "
             "pass a scheduler that follows the number of epochs"
@@ -111,10 +111,12 @@ def make_scheduler(
     return scheduler
 
 
-def _needed_arguments(function: Callable[..., Any]) -> list[str]:
-    """Return the names of the arguments that a call of this function must have."""
+def _needed_arguments(stepped: object) -> list[str]:
+    """Return the names of the arguments that the `step` of an optimizer or a scheduler must have."""
+    # of the class: torch's schedulers replace `step` on the optimizer by a function that seems to need `self`
+    step: Any = getattr(type(stepped), "step", None)
     try:
-        parameters = inspect.signature(function).parameters.values()
+        _, *parameters = inspect.signature(step).parameters.values()
     except (TypeError, ValueError):  # a function without a signature
         return []
     named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -151,7 +151,11 @@ class CatchUp:
                 if attempt.seconds >= _HIDDEN_S and self._tracker.has_begun() and not is_any_open:
                     return self._not_loaded(attempt, hidden_reason(len(others)))
             else:
-                result = self._download_once(attempt, donors)
+                try:
+                    result = self._download_once(attempt, donors)
+                except BaseException:  # Ctrl-C: this peer follows a history whose state it has not got
+                    self._unregister()
+                    raise
                 if result is not None:
                     return result
             pause_s = attempt.retries.next_s()

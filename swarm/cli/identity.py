@@ -130,6 +130,19 @@ def open_identity(choice: str | None, default: Path | None) -> Identity:
         raise
 
 
+def read_owner(choice: str | None, need: str) -> Identity:
+    """Read the identity of the owner of a run: the chosen file, or that of this user. Raise UsageError, with
+    the sentence `need` in it, if this user has none.
+    """
+    file = Path(choice).expanduser() if choice else default_identity()
+    if choice is None and not file.exists():
+        raise UsageError(
+            f"{need}, and this user owns none: there is no {file}. Name the owner's identity with "
+            "--identity, or watch the run with `swarm monitor`"
+        )
+    return Identity.read(file)
+
+
 def open_entry_identity(choice: str | None, entries: Sequence[str], role: Role = "observe") -> Identity:
     """Open the identity with which a command enters a swarm through addresses and invites.
 

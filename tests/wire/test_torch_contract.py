@@ -8,6 +8,7 @@ mode, of a few lines.
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -448,6 +449,29 @@ def test_a_layer_that_is_unfrozen_later_is_refused(node: Node, mode: str) -> Non
             both.opt.step()
         both.net.fixed.zero_grad()  # type: ignore[union-attr,operator]
         both.opt.step()
+
+
+def test_a_step_while_another_thread_makes_one_is_refused(node: Node, mode: str) -> None:
+    """Regression test: samples were counted twice, and rounds had two owners."""
+    with Both(node, mode) as both:
+        both.train(3)
+        errors = list[UsageError]()
+
+        def step_beside() -> None:
+            try:
+                both.opt.step()
+            except UsageError as error:
+                errors.append(error)
+
+        def meet(*_: Any) -> None:
+            beside = threading.Thread(target=step_beside)
+            beside.start()
+            beside.join(30)
+
+        both.opt.inner.register_step_pre_hook(meet)
+        both.train(3, start=3)
+        assert errors
+        assert all("another thread" in str(error) for error in errors)
 
 
 def test_a_closure_that_closes_the_optimizer_is_refused(node: Node, mode: str) -> None:

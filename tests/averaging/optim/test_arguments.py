@@ -67,6 +67,14 @@ def test_optimizer_whose_step_needs_a_closure_is_refused(mode: ModeName) -> None
         check_arguments(torch.optim.LBFGS(net().parameters()), mode, None, None)
 
 
+def test_optimizer_that_had_a_scheduler_before_is_accepted() -> None:
+    """A scheduler replaces `step` on the optimizer, which is used a second time, as after a reconnection."""
+    inner = torch.optim.AdamW(net().parameters())
+    for _ in range(2):
+        assert check_arguments(inner, "gradients", None, None).name == "gradients"
+        assert make_scheduler(lambda one: torch.optim.lr_scheduler.StepLR(one, 2), inner) is not None
+
+
 def test_optimizer_that_needs_sparse_gradients_is_refused_where_gradients_are_averaged() -> None:
     inner = torch.optim.SparseAdam(net().parameters())
     with pytest.raises(UsageError, match="averaged gradients are dense"):
