@@ -257,8 +257,12 @@ class GradientAccumulator:
         return {"samples": self.samples, "touched": list(self.touched), "sums": list(self.buffers)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state_dict`. Raise UsageError when it belongs to other parameters."""
-        sums = state["sums"]
+        """Restore the result of `state_dict`. Raise UsageError, with nothing changed, when it was saved in
+        another mode or for other parameters.
+        """
+        sums = state.get("sums")
+        if not isinstance(sums, list) or len(state["touched"]) != len(self.parameters):
+            raise UsageError("this was not saved in a mode that averages gradients, or for another model")
         if [tuple(t.shape) for t in sums] != [tuple(t.shape) for t in self.buffers]:
             raise UsageError("the saved gradients have other shapes than this optimizer's parameters")
         self.resolve_checks()  # discard earlier micro-steps

@@ -151,7 +151,11 @@ class CatchUp:
                 if attempt.seconds >= _HIDDEN_S and self._tracker.has_begun() and not is_any_open:
                     return self._not_loaded(attempt, hidden_reason(len(others)))
             else:
-                result = self._download_once(attempt, donors)
+                try:
+                    result = self._download_once(attempt, donors)
+                except BaseException:  # Ctrl-C: this peer follows a history whose state it has not got
+                    self._unregister()
+                    raise
                 if result is not None:
                     return result
             pause_s = attempt.retries.next_s()
@@ -393,9 +397,11 @@ class CatchUp:
         state = self._state
         with state.lock:
             apply()
-            if state.scheduler is not None:
-                state.scheduler.step()
-            state.mark_changed(state.epoch + 1, root=self._averager.root_of(state.epoch + 1))
+            try:
+                if state.scheduler is not None:
+                    state.scheduler.step()
+            finally:  # the step is made, even if the caller's scheduler has no more epochs
+                state.mark_changed(state.epoch + 1, root=self._averager.root_of(state.epoch + 1))
 
     def _read_donors(self, shard: str) -> dict[str, Entry]:
         key = donors_key(self._run_id, shard)

@@ -98,6 +98,9 @@ class EpochCloser:
         self._probes, self._probe_s = Backoff(_PROBE_S_FIRST, _PROBE_S_MAX), -math.inf
         self._announced_wait_epoch = -1  # latest epoch with a message that the peer waits for a quorum
         self.round_is_break = False  # the latest attempt began after the grace
+        # the step of a committed round was not made here, because of an error or Ctrl-C: this peer's samples
+        # may be in the state that others have
+        self.has_lost_round = False
         self._epoch_s = 0.0  # running estimate of how long an epoch takes
         self._newcomers = NewcomerWait(self._epoch_began_s)
 
@@ -282,6 +285,7 @@ class EpochCloser:
         )
 
     def committed(self, result: RoundResult, failed: int, began_ago_s: float = 0.0) -> CloseOutcome:
+        self.has_lost_round = True  # until the state has advanced
         with self._undone_if_not_applied():
             if self._history is not None and result.certificate is not None:
                 self._history.commit(result.certificate)
@@ -309,8 +313,10 @@ class EpochCloser:
         try:
             yield
         except BaseException:
-            if self._history is not None and root is not None and self._state.epoch == epoch:
-                self._history.restore(root)
+            if self._state.epoch == epoch:
+                self._mode.failed("cancelled")
+                if self._history is not None and root is not None:
+                    self._history.restore(root)
             raise
 
     def failed(self, result: RoundResult, failed: int) -> CloseOutcome | None:
@@ -336,13 +342,18 @@ class EpochCloser:
         took_s, self._epoch_began_s = now_s - self._epoch_began_s, now_s
         self._epoch_s = took_s if self._epoch_s == 0.0 else 0.8 * self._epoch_s + 0.2 * took_s
         self._sought_s = -math.inf  # the head has moved, so the last quorum check is outdated
-        self._catch_up.advance(lambda: self._mode.apply(metadata))
-        if self._traits.proceeds_alone:
-            # catch up with epochs that passed while this peer waited for a partner in vain
-            for _ in range(self._state.epoch, self._tracker.swarm_epoch()):
-                self._catch_up.advance(lambda: None)
-        self._tracker.begin_epoch(self._state.epoch, members=members, began_ago_s=began_ago_s)
-        self._donor.changed()
+        epoch = self._state.epoch
+        try:
+            self._catch_up.advance(lambda: self._mode.apply(metadata))
+            if self._traits.proceeds_alone:
+                # catch up with epochs that passed while this peer waited for a partner in vain
+                for _ in range(self._state.epoch, self._tracker.swarm_epoch()):
+                    self._catch_up.advance(lambda: None)
+        finally:
+            if self._state.epoch > epoch:  # also where the caller's scheduler raised an error after the step
+                self.has_lost_round = False
+                self._tracker.begin_epoch(self._state.epoch, members=members, began_ago_s=began_ago_s)
+                self._donor.changed()
 
     def has_peers(self) -> bool:
         """Return whether another peer trains in this epoch. Peers that lag behind do not count, because they

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from averaging.allreduce.config import RoundConfig
 from averaging.averager import Averager
 from averaging.config import AveragerConfig, RunAverager
 from averaging.history.certificate import RoundKind
@@ -29,6 +30,7 @@ from averaging.reduction.feedback import Feedback
 from averaging.reduction.lowrank import PowerSgd
 from averaging.reduction.powersgd import CODECS, LowRank
 from averaging.reduction.robust import MEAN, Aggregation
+from averaging.reduction.staging import refuse_overlaps
 from averaging.result import PendingRound, RoundResult
 from averaging.service import AveragingService
 from swarm.compression import resolve
@@ -88,6 +90,7 @@ class AveragingOptions:
     state_sync_epochs: int = 0  # interval of rounds over the state; 0: never
 
     def __post_init__(self) -> None:
+        RoundConfig(audit=self.audit)  # raises UsageError now, and not in the first step
         if self.strategy is not None and not isinstance(self.strategy, PowerSgd):
             raise UsageError(
                 "a strategy is swarm.PowerSgd(rank=…), or None for all values as they are, "
@@ -453,8 +456,12 @@ def check_codec(options: AveragingOptions, traits: ModeTraits) -> None:
         )
 
 
-def check_extra_tensors(state: TrainingState) -> None:
-    """Raise UsageError when the integer extra tensors are too large to be sent in a round's metadata."""
+def check_extra_tensors(state: TrainingState, *, are_averaged: bool) -> None:
+    """Raise UsageError when the integer extra tensors are too large to be sent in a round's metadata, or when
+    extra tensors or parameters share memory although the state is averaged (`are_averaged`).
+    """
+    if are_averaged:
+        refuse_overlaps(state.averaged_tensors())
     if len(state.extra_counts()) > _EXTRA_COUNTS_MAX:
         raise UsageError(
             f"extra_tensors of whole numbers may have {_EXTRA_COUNTS_MAX} elements in all: "

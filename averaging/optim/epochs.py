@@ -4,10 +4,12 @@ when the swarm continued without this peer.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
+import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from averaging.optim.background_round import RunningRound
@@ -21,6 +23,7 @@ from averaging.optim.reports import LoadResult, StepReport
 from averaging.optim.state.donor import Donor
 from averaging.optim.state.download import OnProgress
 from averaging.optim.state.encoding import EXACT
+from swarm.core.errors import UsageError
 from swarm.core.ids import PeerId
 
 _log = logging.getLogger(__name__)
@@ -29,6 +32,7 @@ _TOO_SLOW = (
     " (a step of this peer takes longer than an epoch of the others: "
     "make its steps smaller, or target_batch_size larger)"
 )
+_COUNTED = "their round was completed by the others, and its step was not made here"
 _RATE_GAIN = 0.2  # weight of the newest step in the running estimate of samples/s
 
 
@@ -62,6 +66,7 @@ class EpochLoop:
         self._mode, self._state, self._tracker, self._donor = mode, mode.state, tracker, donor
         self._averager, self._catch_up, self._load_timeout_s = averager, catch_up, load_timeout_s
         self._traits, self._learner = self._mode.traits, self._mode.learner
+        self._inside = threading.RLock()  # held by the thread whose turn it is
         self._rate = 0.0
         self._last_step_ended_s: float | None = None  # when the last step ended
         self._absence_s = 0.0  # expected absence from rounds during the next step
@@ -80,12 +85,25 @@ class EpochLoop:
         """Account for one local step of `samples` samples and close the epoch when it is full. Return a
         report of this call.
         """
+        with self._turn():
+            try:
+                return self._step(samples)
+            except BaseException:  # Ctrl-C between two statements: no round may continue without an owner
+                if self._background is None:
+                    self._averager.cancel()
+                raise
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Raise UsageError where another thread is inside: it would count samples twice, or lose them."""
+        if not self._inside.acquire(blocking=False):
+            raise UsageError(
+                "another thread is in a call of this optimizer: make its calls from one thread at a time"
+            )
         try:
-            return self._step(samples)
-        except BaseException:  # Ctrl-C between two statements: no round may continue without an owner
-            if self._background is None:
-                self._averager.cancel()
-            raise
+            yield
+        finally:
+            self._inside.release()
 
     def _step(self, samples: int) -> StepReport:
         began_s = self._clock.monotonic_s()
@@ -122,15 +140,22 @@ class EpochLoop:
 
     def load(self, timeout_s: float, codec: str = EXACT, on_progress: OnProgress | None = None) -> LoadResult:
         """Download the state. Afterwards this peer serves it to others, too."""
+        with self._turn():
+            return self._load(timeout_s, codec, on_progress)
+
+    def _load(self, timeout_s: float, codec: str, on_progress: OnProgress | None) -> LoadResult:
         self._cancel_background_round()
         try:
             result = self._catch_up.load(timeout_s, self._resync_donors, codec, on_progress)
         finally:
             with self._state.lock:
                 history = self._tracker.history
-                lost = self._learner.resume(parted=history is not None and history.has_parted)
+                lost = self._learner.resume(
+                    parted=history is not None and history.has_parted, counted=self._closer.has_lost_round
+                )
         self._retry_at_samples = self._failed_at_samples = 0
         if result.loaded:
+            self._closer.has_lost_round = False
             self._resync_reason, self._resync_donors = "", frozenset()
             self._started = True
             # kept samples count in the loaded epoch. Also, a peer whose steps all end here would otherwise
@@ -150,7 +175,8 @@ class EpochLoop:
         if not self._started or not self._tracker.wait_full(epoch, timeout_s):
             return None
         report = StepReport(epoch=epoch, stepped=False, samples=0, accumulated=self._learner.samples)
-        return self._join_round(report)
+        with self._turn():
+            return self._join_round(report)
 
     def _join_round(self, report: StepReport) -> StepReport:
         """Close an epoch that the others have found to be full, or have closed already."""
@@ -286,6 +312,7 @@ class EpochLoop:
             why = f"{why}; {given_up} epochs that this peer made while it was cut off are given up"
             for hook in list(self.reunion_hooks.values()):
                 hook()
+        may_be_counted = self._closer.has_lost_round
         self._learner.suspend()
         _log.info("downloading the state again: %s", why)
         loaded = self.load(self._load_timeout_s)
@@ -293,7 +320,8 @@ class EpochLoop:
             history = self._tracker.history
             is_parted = history is not None and history.has_parted
             cause = "they are of a history that is given up" if is_parted else "their epoch is too long ago"
-            cause += _TOO_SLOW if math.isinf(self._absence_s) and not is_parted else ""
+            cause = _COUNTED if may_be_counted else cause
+            cause += _TOO_SLOW if math.isinf(self._absence_s) and not (is_parted or may_be_counted) else ""
             why += f"; {loaded.dropped} samples are dropped, for {cause}"
         if dropped + loaded.dropped:
             _log.warning("%d samples of this peer are dropped: %s", dropped + loaded.dropped, why)
@@ -375,7 +403,11 @@ class EpochLoop:
             return self._finish_close(report, self._closer.step_alone(None, 0), contributed)
         if self._retry_at_samples:
             self._tracker.announce_full(epoch)
-        background_round = self._averager.begin(epoch, self._closer.is_obsolete, OBSOLETE_ROUND_GRACE_S)
+        try:
+            background_round = self._averager.begin(epoch, self._closer.is_obsolete, OBSOLETE_ROUND_GRACE_S)
+        except BaseException:
+            self._mode.failed("cancelled")
+            raise
         self._background = _BackgroundEpoch(background_round, epoch, contributed, self._clock.monotonic_s())
         return replace(report, accumulated=self._learner.samples)
 

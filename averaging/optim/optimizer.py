@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from averaging.history.chain import Chain
 from averaging.history.encoding import chain_text, read_chain_text
-from averaging.optim.arguments import check_arguments, check_load, check_peers, check_samples
+from averaging.optim import arguments
 from averaging.optim.catchup import CatchUp
 from averaging.optim.config import OptimizerConfig
 from averaging.optim.delegating import DelegatingOptimizer
@@ -128,27 +128,27 @@ class Optimizer(DelegatingOptimizer):
         config: OptimizerConfig | None = None,
     ) -> None:
         # torch's __init__ is not called: groups, state and hooks are those of `inner`, by delegation.
-        settings = check_arguments(inner, mode, batch_size_per_step, state_sync_epochs)
+        settings = arguments.check_arguments(inner, mode, batch_size_per_step, state_sync_epochs)
         resolve(codec, "gradient", 0)  # raises UsageError for an unknown codec before anything is opened
         aggregate = aggregation_of(aggregation, clip_to_median)
         options = AveragingOptions(
             codec=codec, aggregation=aggregate, audit=audit, error_feedback=error_feedback, strategy=strategy
         )
-        config = config or OptimizerConfig()
-        self.inner, self.node, self.run_id = inner, node, open_run_id(run)
-        self.target_batch_size = check_samples(target_batch_size)
+        config, extras = arguments.check_config(config), arguments.check_extras(extra_tensors)
+        self.inner, self.node, self.run_id = inner, arguments.check_node(node), open_run_id(run)
+        self.target_batch_size = arguments.check_samples(target_batch_size)
         self.batch_size_per_step = batch_size_per_step
         self.mode = settings.name
         self._closed = False
-        schedule = scheduler(inner) if scheduler is not None else None
-        self._mode = settings.build(
-            ModeParts(inner=inner, extras=tuple(extra_tensors), scheduler=schedule, offload=offload)
-        )
+        schedule = arguments.make_scheduler(scheduler, inner)
+        parts = ModeParts(inner=inner, extras=extras, scheduler=schedule, offload=offload)
+        self._mode = settings.build(parts)
+        self._trained = arguments.TrainedParameters(inner)
         self._hyperparameters = HyperparameterWatch(inner, scheduled=scheduler is not None)
         self._state, traits = self._mode.state, self._mode.traits
-        check_extra_tensors(self._state)
         check_codec(options, traits)
         sync_epochs = traits.state_sync_epochs if state_sync_epochs is None else state_sync_epochs
+        check_extra_tensors(self._state, are_averaged=traits.canonical and sync_epochs > 0)
         node.network.run(
             self._open(replace(options, state_sync_epochs=sync_epochs), config),
             TURN_S_MAX,
@@ -226,17 +226,20 @@ class Optimizer(DelegatingOptimizer):
             batch_size: Samples whose mean the gradients are; None: `batch_size_per_step`.
             closure: Called first, with gradients enabled; also accepted as the first argument, as in torch.
 
-        Raises UsageError when a torch scheduler that is not the run's has changed the learning rate.
+        Raises UsageError when a torch scheduler that is not the run's has changed the learning rate, or when
+        a parameter that was not trained when this optimizer was made has a gradient.
         """
         if callable(batch_size):
             batch_size, closure = None, batch_size
         self._check_open()
-        samples = check_samples(batch_size if batch_size is not None else self.batch_size_per_step)
+        samples = arguments.check_samples(batch_size if batch_size is not None else self.batch_size_per_step)
         complaint = self._hyperparameters.complaint(self)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+            self._check_open()
+        self._trained.check()
         with self._meter.stepping(self.node.clock.swarm_s):
             report = self._loop.step(samples)
         self._hyperparameters.record()
@@ -257,7 +260,7 @@ class Optimizer(DelegatingOptimizer):
         Each change of their number is logged.
         """
         self._check_open()
-        check_peers(count)
+        arguments.check_peers(count)
         if self.epoch == 0:
             self._donor.start()
             wait_for_peers(self._tracker, count, lambda: self._closed)
@@ -283,7 +286,7 @@ class Optimizer(DelegatingOptimizer):
         """
         self._check_open()
         may_round = not self._mode.traits.canonical or bool(self._averager.state_sync_epochs)
-        check_load(timeout_s, codec, may_round=may_round)
+        arguments.check_load(timeout_s, codec, may_round=may_round)
         result = self._loop.load(timeout_s, codec, on_progress)
         self._hyperparameters.record()
         self._meter.on_load(result)
@@ -370,7 +373,7 @@ class Optimizer(DelegatingOptimizer):
 
     def set_target(self, target_batch_size: int) -> None:
         """Set the number of samples in an epoch from now on."""
-        self.target_batch_size = check_samples(target_batch_size)
+        self.target_batch_size = arguments.check_samples(target_batch_size)
         self._tracker.set_target(self.target_batch_size)
 
     def ban(self, peers: Iterable[PeerId]) -> None:
@@ -424,14 +427,14 @@ class Optimizer(DelegatingOptimizer):
         past = read_chain_text(swarm["history"]) if swarm is not None and "history" in swarm else None
         self._loop.close()  # a round in the background belongs to another history
         with self._state.lock:
+            if swarm is not None:  # first, because the mode refuses what was saved in another one
+                self._mode.load_state_dict(swarm["accumulated"])
+                self._averager.load_feedback(swarm["feedback"])
             self.inner.load_state_dict(plain)
             if swarm is None:
                 self._mode.learner.restart()
-            else:
-                self._mode.load_state_dict(swarm["accumulated"])
-                self._averager.load_feedback(swarm["feedback"])
-                if self._state.scheduler is not None and swarm["scheduler"] is not None:
-                    self._state.scheduler.load_state_dict(swarm["scheduler"])
+            elif self._state.scheduler is not None and swarm["scheduler"] is not None:
+                self._state.scheduler.load_state_dict(swarm["scheduler"])
             self._state.mark_changed(
                 int(swarm["epoch"]) if swarm is not None else self._state.epoch,
                 root=past.end if past is not None else None,

@@ -38,7 +38,7 @@ class Staging:
                 raise UsageError(f"tensor {place} is on the meta device: it has no values to average yet")
         refuse_sharded(self.tensors, "tensor")
         self.layout = TensorLayout.of(self.tensors)
-        _refuse_overlaps(self.tensors)
+        refuse_overlaps(self.tensors)
         self.queues = Queues(tensor.device for tensor in self.tensors) if queues is None else queues
         self._describe = functools.partial(self.layout.describe, names=tuple(names))
         # by device: flat float32, of the largest size needed so far
@@ -153,7 +153,7 @@ class Staging:
         ]
 
 
-def _refuse_overlaps(tensors: Sequence[torch.Tensor]) -> None:
+def refuse_overlaps(tensors: Sequence[torch.Tensor]) -> None:
     """Raise UsageError when an element belongs to two tensors, or twice to one: it would be averaged, or
     changed by a delta, more than once.
     """

@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from swarm.cli import options
 from swarm.cli.control import Control
-from swarm.cli.identity import open_entry_identity
+from swarm.cli.identity import open_entry_identity, read_owner
 from swarm.cli.invite import contacts_of, owners_entries, run_addresses
-from swarm.cli.paths import control_folder, default_identity, specifications_folder
+from swarm.cli.paths import control_folder, specifications_folder
 from swarm.cli.render import print_result
 from swarm.core.errors import NotInvited, SwarmError
 from swarm.core.identity import Identity
@@ -153,7 +152,7 @@ def change(run: str, addresses: tuple[str, ...], identity: str | None, as_json: 
     pauses = changes.pop("pauses")
     planned = tuple(read_pause(one) for one in pauses if one != "none") if pauses else None
     wanted = Change(**changes, pauses=planned)
-    owner = Identity.read(Path(identity).expanduser() if identity else default_identity())
+    owner = read_owner(identity, "only the owner of a run changes it")
     with temporary_node(RunAddress(run=run, addresses=addresses), owner) as (node, directory):
         known = find_run(node, directory, run)
         signed = sign_change(known, wanted, owner)

@@ -19,6 +19,7 @@ from swarm.cli.render import make_output
 from swarm.cli.render.output import Presentation, Result, printable
 from swarm.cli.render.volunteer import given
 from swarm.core.errors import UsageError
+from swarm.core.wording import counted
 from swarm.core.working import working
 from swarm.run.contributions import ContributionLog
 from swarm.run.events import Notice
@@ -132,7 +133,7 @@ def _summary(totals: Totals, count: int, top: int) -> str:
     if not count:
         return "nobody has given anything to this run yet that other peers have witnessed"
     more = f", of which {top:,} are listed" if count > top else ""
-    return f"{totals.samples:,} samples in {totals.certificates:,} rounds by {count:,} peers{more}"
+    return f"{totals.samples:,} samples in {totals.certificates:,} rounds by {counted(count, 'peer')}{more}"
 
 
 def _limits(read: RunTotals) -> Iterator[str]:

@@ -8,15 +8,15 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from swarm.cli import options
 from swarm.cli.admin import tell_members
+from swarm.cli.identity import read_owner
 from swarm.cli.invite import owners_entries
-from swarm.cli.paths import default_identity, specifications_folder
+from swarm.cli.paths import specifications_folder
 from swarm.cli.render import make_output
 from swarm.cli.render.output import Presentation, Result, is_terminal, printable
 from swarm.core.errors import SwarmError, UsageError
@@ -58,13 +58,7 @@ def dashboard(run: str, addresses: tuple[str, ...], identity: str | None, once: 
     """
     from swarm.monitor.watching import Watch, WatchConfig
 
-    file = Path(identity).expanduser() if identity else default_identity()
-    if identity is None and not file.exists():
-        raise UsageError(
-            f"the dashboard is for the owner of a run, and this user owns none: there is no {file}. Name the "
-            "owner's identity with --identity, or watch the run with `swarm monitor`"
-        )
-    owner = Identity.read(file)
+    owner = read_owner(identity, "the dashboard is for the owner of a run")
     own = Identity.generate()
     entries = tuple(owners_entries(run, addresses, owner, own.peer_id))
     is_live = not (once or as_json) and is_terminal(sys.stdout)

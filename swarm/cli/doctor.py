@@ -112,17 +112,19 @@ def _examine(
     from swarm.node import Node, NodeConfig
 
     own = open_entry_identity(identity, addresses)
+    began_s = time.monotonic()
     try:
         with Node(addresses, listen, own, config=NodeConfig(announce=announce)) as node:
-            yield from _examine_network(node, addresses, listen)
+            yield from _examine_network(node, addresses, listen, began_s)
     finally:
         own.close()
 
 
-def _examine_network(node: Node, addresses: tuple[str, ...], listen: str | None) -> Iterator[Diagnosis]:
+def _examine_network(
+    node: Node, addresses: tuple[str, ...], listen: str | None, began_s: float
+) -> Iterator[Diagnosis]:
     said: list[str] = []
     node.tell_reach(said.append)
-    began_s = time.monotonic()
     try:
         enter(node, addresses)
     except SwarmError as error:
@@ -134,7 +136,7 @@ def _examine_network(node: Node, addresses: tuple[str, ...], listen: str | None)
     with working("waiting for a relay"):
         while node.reach == "hidden" and not said and time.monotonic() - began_s < _VERDICT_S + _RELAYS_S:
             time.sleep(_POLL_S)
-    yield Diagnosis("network", "good", _peers(node))
+    yield Diagnosis("network", "good", _peers(node, node.clock.swarm_s() - (time.monotonic() - began_s)))
     problem = node.dht.clock_problem
     yield Diagnosis("clock", "note" if problem else "good", problem or "it agrees with its peers' clocks")
     yield _reach(node, listen, said[-1] if said else "")
@@ -174,9 +176,12 @@ def _machine() -> Diagnosis:
     return Diagnosis("machine", "good", f"{host}; {'; '.join(devices)}")
 
 
-def _peers(node: Node) -> str:
+def _peers(node: Node, since_s: float) -> str:
+    """Return the peers that have answered since this time of the swarm; the book has earlier ones, too."""
     measured = sorted(
-        (peer.round_trip_s, str(peer.peer_id)) for peer in node.peers() if peer.round_trip_s is not None
+        (peer.round_trip_s, str(peer.peer_id))
+        for peer in node.peers()
+        if peer.round_trip_s is not None and peer.last_seen_s >= since_s
     )
     shown = ", ".join(f"{peer} in {seconds * 1e3:.1f} ms" for seconds, peer in measured[:_PEERS_SHOWN])
     more = len(measured) - _PEERS_SHOWN

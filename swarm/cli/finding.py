@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from swarm.cli.control import Control
 from swarm.cli.identity import NEW, read_invited
+from swarm.cli.invite import owners_invite
 from swarm.cli.paths import control_folder, default_identity, specifications_folder
 from swarm.cli.render.output import Output, Result
 from swarm.core.errors import NetworkError, UsageError
@@ -89,10 +90,15 @@ def remembered_entry(
     signed = _stored(store.all(), name, run)
     if signed is None and found:
         return RunEntry(tuple(found), name, identity)
+    if signed is None and run is not None and (other := _stored(store.all(), name, None)) is not None:
+        raise UsageError(
+            f"--run {run!r:.80} is another run than {other.full_name}: give one of the two names"
+        )
     if signed is None:
         raise UsageError(
             f"this machine took part in no run {name!r:.80}, and knows no peer of it. Pass the address of "
-            "one (/ip4/…/p2p/<PeerID>), an invite (swarm1…), or nothing, to look on the local network"
+            "one (/ip4/…/p2p/<PeerID>) or an invite (swarm1…). On the local network, `swarm join` without "
+            "arguments looks for runs"
         )
     here = [one for one in Control(control_folder()).running() if one.matches(signed.run_id)]
     addresses = [address for one in here for address in one.addresses[:1]]
@@ -243,13 +249,17 @@ def _invited_entry(
     signed: SignedSpecification, addresses: Sequence[str], identity: str | None, role: Role
 ) -> RunEntry:
     """Return how to enter an invited run again, with the stored capability of the chosen identity or of one
-    that has entered the run before. Raises UsageError if there is no such capability.
+    that has entered the run before. An owner who only observes enters as a new peer, because its own identity
+    may be training. Raises UsageError if there is no such capability, or the identity with it is in use.
     """
     from swarm.run.membership import identity_of, load_capability
 
     in_use: IdentityInUse | None = None
     user = default_identity() if identity is None else Path(identity).expanduser()
     kept = [(user, Identity.read(user))] if identity != NEW and user.exists() else []
+    if role == "observe" and any(own.peer_id == signed.owner for _, own in kept):
+        (_, owner), *_ = kept
+        return RunEntry((owners_invite(identity_of(signed), owner).text(), *addresses), signed.full_name, NEW)
     for file, own in itertools.chain(kept, read_invited() if identity is None else ()):
         held = load_capability(specifications_folder(), signed.run_id, own.peer_id)
         if not held or role not in (*held[-1].roles, "observe"):
@@ -261,11 +271,17 @@ def _invited_entry(
             continue
         invite = Invite(run=identity_of(signed), contacts=(), grants=held, key=b"")
         return RunEntry((invite.text(), *addresses), signed.full_name, str(file))
-    if in_use is not None:
+    if in_use is not None and identity is not None:
         raise in_use
+    if in_use is not None:
+        raise UsageError(
+            f"the identity with which this user joined {signed.full_name} is in use by another process, "
+            "such as its volunteer: pass an invite (swarm1…) instead of the name, so that this command is "
+            "another peer, or stop that process"
+        )
     raise UsageError(
-        f"{signed.full_name} needs an invite: join with the invite again, or with --identity FILE, the "
-        "identity that has joined it before"
+        f"{signed.full_name} needs an invite, and no identity of this user has joined it: pass the invite "
+        "(swarm1…) instead of the name"
     )
 
 

@@ -106,7 +106,8 @@ def _passphrase(file: Path | None, *, new: bool = False) -> str:
             with file.expanduser().open(encoding="utf-8") as stream:
                 return stream.readline(PASSPHRASE_CHARACTERS_MAX).rstrip("\r\n")
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"cannot read a passphrase from {file}: {error}") from error
+            why = getattr(error, "strerror", None) or error
+            raise UsageError(f"cannot read a passphrase from {file}: {why}") from error
     if not sys.stdin.isatty():
         raise UsageError("there is no terminal to ask for the passphrase: pass --passphrase-file FILE")
     return str(click.prompt("Passphrase", hide_input=True, confirmation_prompt=new, err=True))
@@ -128,6 +129,19 @@ def open_identity(choice: str | None, default: Path | None) -> Identity:
         if choice is None:
             raise UsageError(f"{error}. Or pass --identity {NEW} for a new one that is not kept") from error
         raise
+
+
+def read_owner(choice: str | None, need: str) -> Identity:
+    """Read the identity of the owner of a run: the chosen file, or that of this user. Raise UsageError, with
+    the sentence `need` in it, if this user has none.
+    """
+    file = Path(choice).expanduser() if choice else default_identity()
+    if choice is None and not file.exists():
+        raise UsageError(
+            f"{need}, and this user owns none: there is no {file}. Name the owner's identity with "
+            "--identity, or watch the run with `swarm monitor`"
+        )
+    return Identity.read(file)
 
 
 def open_entry_identity(choice: str | None, entries: Sequence[str], role: Role = "observe") -> Identity:

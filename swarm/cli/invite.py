@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _START_TERMS = Terms(roles=("train", "serve", "observe"), uses=100, lifetime_s=365 * 86400.0)
 _SHORTER_S = 60.0  # an invite may be valid for this much less than requested without a notice
 _OWN_COMMAND_S = 3600.0  # lifetime of the capability of a command of the owner
+_OWN_OBSERVER_S = 365 * 86400.0  # the same for one that watches
 _MEMBER_ROLES: tuple[Role, ...] = ("train", "serve", "observe")
 
 
@@ -203,7 +204,7 @@ def run_addresses(run: str, given: Sequence[str]) -> list[str]:
     found = list(given) or [address for one in running for address in one.addresses[:1]]
     if not found:
         raise UsageError(
-            f"nothing trains {run} on this machine: pass the address of a peer of it, as in `swarm join`"
+            f"nothing trains {run} on this machine: pass the address of a peer of it with --from ADDRESS"
         )
     return found
 
@@ -229,6 +230,12 @@ def owners_entries(
     terms = Terms(roles=("observe",), uses=1, lifetime_s=_OWN_COMMAND_S, peer=own)
     own_invite = make_invite(known, owner, (), terms, now_s=time.time())
     return [own_invite.text(), *entries]
+
+
+def owners_invite(run: RunIdentity, owner: Identity) -> Invite:
+    """Return an invite with which a command of the owner observes its run as a new peer."""
+    terms = Terms(roles=("observe",), uses=1, lifetime_s=_OWN_OBSERVER_S)
+    return make_invite(run, owner, (), terms, now_s=time.time())
 
 
 def contacts_of(entries: Sequence[str]) -> list[Contact]:

@@ -53,10 +53,10 @@ def recover(run: str, recovery: str, addresses: tuple[str, ...], identity: str |
     """
     from swarm.dht.logic.blobs import version_text
     from swarm.run.membership import first_subjects, load_capability
-    from swarm.run.recovery import make_handover
+    from swarm.run.recovery import make_handover, read_recovery_key
     from swarm.run.recovery import recover as sign_recovery
 
-    key = Identity.read(recovery)
+    key = read_recovery_key(recovery)
     owner = Identity.read(Path(identity).expanduser() if identity else default_identity())
     asked = following = 0
     if addresses or any(one.matches(run) for one in Control(control_folder()).running()):

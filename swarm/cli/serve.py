@@ -423,7 +423,7 @@ def _served_event(
 ) -> Served:
     first, expert = next(iter(server.experts.items()))
     parameters = sum(parameter.numel() for parameter in expert.module.parameters())
-    address = node.entry
+    address = node.entry or next(iter(node.entries), "")  # without an invite for others, they may only call
     inputs = ", ".join(
         f"torch.zeros({(4, *leaf.shape)}, dtype={leaf.dtype})".replace("((", "(").replace("),", ",")
         for leaf in expert.schema.input_leaves

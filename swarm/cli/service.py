@@ -26,6 +26,11 @@ from swarm.core.home import home
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}")
 _LABEL = "net.swarm-train"  # label of the launchd agent
 _COMMAND_S_MAX = 30.0
+_NO_BUS = "Failed to connect to bus"  # what systemctl says outside a session
+_LOG_IN = (
+    ". Services belong to a session of their user: log in, on the machine or by ssh, instead of using su "
+    "or sudo"
+)
 _NAME_OPTION = click.option(
     "--as", "name", metavar="NAME", default=None, help="Which service. [default: the only one]"
 )
@@ -188,7 +193,10 @@ class Service:
         """Return the system's status of the service."""
         if _is_launchd():
             return _run(["launchctl", "print", f"gui/{os.getuid()}/{_LABEL}.{self.name}"], check=False)
-        return _run(["systemctl", "--user", "--no-pager", "status", self._unit], check=False)
+        said = _run(["systemctl", "--user", "--no-pager", "status", self._unit], check=False)
+        if _NO_BUS in said:
+            raise SwarmError(f"{self.file} is installed, but its status is not known: {said}{_LOG_IN}")
+        return said
 
     def logs(self, *, follow: bool) -> int:
         """Show the service's output on this terminal. Return the exit status of the program that shows it."""
@@ -343,11 +351,6 @@ def _run(command: list[str], *, check: bool = True) -> str:
         raise SwarmError(f"{' '.join(command)} did not end within {_COMMAND_S_MAX:g} s") from None
     text = (done.stdout + done.stderr).strip()
     if check and done.returncode != 0:
-        advice = ""
-        if "Failed to connect to bus" in text:
-            advice = (
-                ". Services are changed in a session of their user: log in, on the machine or by ssh, "
-                "instead of using su or sudo"
-            )
+        advice = _LOG_IN if _NO_BUS in text else ""
         raise SwarmError(f"{' '.join(command)} failed: {text or f'exit status {done.returncode}'}{advice}")
     return text

@@ -11,10 +11,12 @@ import os
 import signal
 import sys
 import threading
+import time
 from types import FrameType, TracebackType
 
 _INTERRUPT_S = 0.8
 _ABANDON_S = 2.5
+_REPEAT_S = 0.1  # how often to look whether an interruption was lost
 _ORPHAN_S = (0.4, 1.5)  # `interrupt_s` and `abandon_s` once the parent has ended
 
 
@@ -36,6 +38,8 @@ class Shutdown:
         self.reason = ""
         self._over = threading.Event()
         self._cleaning_up = threading.Event()
+        self._lost = threading.Event()  # Python has ignored an interruption
+        self._show_ignored = sys.unraisablehook
         self._interrupt_s, self._abandon_s = interrupt_s, abandon_s
         self._watch_parent = exit_with_parent
         self._previous: dict[int, object] = {}
@@ -43,6 +47,7 @@ class Shutdown:
     def __enter__(self) -> Shutdown:
         for number in (signal.SIGINT, signal.SIGTERM):
             self._previous[number] = signal.signal(number, self._on_signal)
+        self._show_ignored, sys.unraisablehook = sys.unraisablehook, self._on_ignored
         if self._watch_parent:
             threading.Thread(target=self._wait_for_parent, name="parent-watch", daemon=True).start()
         return self
@@ -51,6 +56,7 @@ class Shutdown:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
         self._over.set()
+        sys.unraisablehook = self._show_ignored
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         # `_insist` caused this KeyboardInterrupt, and all cleanup handlers have run: this is a clean end.
@@ -72,9 +78,32 @@ class Shutdown:
             raise KeyboardInterrupt
         self.request("Ctrl-C" if number == signal.SIGINT else "SIGTERM")
 
+    def _on_ignored(self, ignored: sys.UnraisableHookArgs) -> None:
+        """Note a lost interruption: Python prints and ignores one that arrives in a callback of a weak
+        reference or in a `__del__`, for instance during an import.
+        """
+        if ignored.exc_type is KeyboardInterrupt and self.requested.is_set():
+            self._lost.set()
+        else:
+            self._show_ignored(ignored)
+
     def _insist(self) -> None:
         if self._over.wait(self._interrupt_s):
             return
+        until_s = time.monotonic() + self._abandon_s - self._interrupt_s
+        self._interrupt()
+        while (left_s := until_s - time.monotonic()) > 0:
+            if self._over.wait(min(left_s, _REPEAT_S)):
+                return
+            if self._lost.is_set():
+                self._lost.clear()
+                self._interrupt()
+        sys.stderr.write("swarm: a part did not stop in time and was abandoned\n")
+        sys.stderr.flush()
+        os._exit(1)
+
+    def _interrupt(self) -> None:
+        """Interrupt the main thread, unless it is cleaning up."""
         main = threading.main_thread().ident
         if self._cleaning_up.is_set():
             pass
@@ -82,10 +111,6 @@ class Shutdown:
             signal.pthread_kill(main, signal.SIGINT)  # wakes it from a lock or a system call
         else:
             signal.raise_signal(signal.SIGINT)
-        if not self._over.wait(self._abandon_s - self._interrupt_s):
-            sys.stderr.write("swarm: a part did not stop in time and was abandoned\n")
-            sys.stderr.flush()
-            os._exit(1)
 
     def _wait_for_parent(self) -> None:
         try:

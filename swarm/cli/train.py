@@ -144,7 +144,10 @@ def start(file: Path, recovery_key: str | None, **given: Any) -> int:
     specification = RunSpecification.from_file(file)
     if recovery_key is not None:
         specification = specification.model_copy(update={"recovery_key": recovery_key_of(recovery_key)})
-    specification = _with_package(specification)
+    try:
+        specification = _with_package(specification)
+    except UsageError as error:
+        raise UsageError("\n".join(f"{file}: {line}" for line in str(error).splitlines())) from error
     if specification.requirements.device == "cuda":
         # Do not publish a run that this machine cannot train.
         choose_device(choices.device, specification)
@@ -401,8 +404,10 @@ def _session(
     choices: TrainChoices, identity: Path | None, invited_to: RunSpecification | None = None
 ) -> Iterator[_Session]:
     """Open the node. `identity`: the default identity file of an owner; None: the command joins a run.
-    `invited_to`: an invited run that this identity owns.
+    `invited_to`: an invited run that this identity owns. Raises `click.Abort` if Ctrl-C comes before the node
+    is open.
     """
+    is_open = False
     with (
         Shutdown(exit_with_parent=choices.exit_with_parent) as shutdown,
         make_output(VolunteerPresentation(), as_json=choices.as_json) as output,
@@ -441,9 +446,12 @@ def _session(
                     )
                 )
                 node.tell_reach(lambda sentence: output.emit(Notice(text=sentence)))
+                is_open = True
                 yield _Session(node, own, output, shutdown, choices, importing)
         finally:
             own.close()
+    if not is_open:  # `Shutdown` has ended the KeyboardInterrupt
+        raise click.Abort
 
 
 def _import_torch() -> None:

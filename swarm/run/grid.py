@@ -69,6 +69,8 @@ class GridCodecs(SpecificationTable):
 class GridSpecification(OwnedSpecification):
     """All settings of a grid that its servers must have in common, as in the TOML file."""
 
+    OTHER_KIND = ("task", "a run", "swarm start")
+
     # permissions of peers without an invite in an invited grid: "none", "call" (forward passes, and backward
     # passes of frozen experts) or "train"
     guests: Literal["none", "call", "train"] = "call"

@@ -34,6 +34,8 @@ class OwnedSpecification(SpecificationTable):
 
     # settings of `swarm change`, which the file lacks; they stay when the file is published again
     OWNERS_KEYS: ClassVar[tuple[str, ...]] = ("ended", "banned", "revoked")
+    # a key that only files of the other kind have, what such a file describes, and the command for it
+    OTHER_KIND: ClassVar[tuple[str, str, str]]
 
     name: str
     description: str = Field(default="", max_length=500)
@@ -108,6 +110,9 @@ class OwnedSpecification(SpecificationTable):
         except (ValueError, RecursionError) as error:  # a number or brackets with thousands of characters
             raise UsageError(f"{where} is not valid TOML: a value is too long or nests too deep") from error
         _check_bounds(table, where)
+        key, described, command = cls.OTHER_KIND
+        if key in table:
+            raise UsageError(f"{where} describes {described}: it is a file for `{command}`")
         return cls.from_table(table, where)
 
     @classmethod

@@ -164,7 +164,8 @@ class PreferencesFile:
         except FileNotFoundError:
             return Preferences(), {}
         except (OSError, ValueError) as error:
-            raise UsageError(f"{self.path}: {error}") from None
+            why = getattr(error, "strerror", None) or error
+            raise UsageError(f"{self.path} cannot be read: {why}") from None
         runs = tables.pop("run", {})
         if not isinstance(runs, dict):
             raise UsageError(f"{self.path}: preferences for one run belong into a table [run.NAME]")

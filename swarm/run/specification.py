@@ -107,6 +107,7 @@ class PlannedPause(SpecificationTable):
 class RunSpecification(OwnedSpecification):
     """All settings of a run, as in the TOML file. docs/decisions/0006 explains the names of the fields."""
 
+    OTHER_KIND = ("experts", "a grid of experts", "swarm serve")
     OWNERS_KEYS: ClassVar[tuple[str, ...]] = (
         "paused",
         "pauses",

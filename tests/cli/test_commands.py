@@ -67,6 +67,24 @@ def error_text(capsys: pytest.CaptureFixture[str]) -> str:
             ["join", "nonsense"],
             "swarm: this machine took part in no run 'nonsense', and knows no peer of it",
         ),
+        (["monitor", "nonsense"], "On the local network, `swarm join` without arguments looks for runs"),
+        (["change", "nonsense", "--end"], "only the owner of a run changes it, and this user owns none"),
+        (
+            ["recover", "nonsense", "--recovery-key", "/no/such"],
+            "swarm: --recovery-key /no/such: there is no such identity file",
+        ),
+        (
+            ["start", str(ROOT / "examples" / "bytelm.toml"), "--recovery-key", "absent"],
+            "swarm: --recovery-key takes a PeerID or an identity file, and there is no file absent",
+        ),
+        (
+            ["start", str(ROOT / "examples" / "grid.toml")],
+            "grid.toml describes a grid of experts: it is a file for `swarm serve`",
+        ),
+        (
+            ["serve", str(ROOT / "examples" / "bytelm.toml"), "--listen", "127.0.0.1:0"],
+            "bytelm.toml describes a run: it is a file for `swarm start`",
+        ),
         (["join", "/ip4/1.1.1.1/tcp/1"], "names no peer: an address ends in /p2p/<PeerID>"),
         (
             ["join", "/ip4/127.0.0.1/tcp/4000/tls/http/p2p/12D3KooWCXSA1ifn", "--yes"],
@@ -95,6 +113,11 @@ def error_text(capsys: pytest.CaptureFixture[str]) -> str:
         (["frob"], "No such command"),
         (["demo", "--volunteers", "99"], "99 is not in the range"),
         (["identity"], "there is no identity file"),
+        (["config", "--run", "bytelm@abc", "daily=1G"], "--run takes the name of a run, like bytelm"),
+        (
+            ["identity", "--import", "copy", "--passphrase-file", "absent"],
+            "swarm: cannot read a passphrase from absent: No such file or directory\n",
+        ),
         (["serve"], "swarm: say what to host: --experts PATTERN, a GRID.toml, or the address of a swarm"),
         (["serve", "a.toml", "b.toml"], "hosts the experts of one grid: give one file"),
         (["serve", "absent.toml"], "swarm: cannot read absent.toml: No such file or directory"),
@@ -151,7 +174,7 @@ def test_wrong_usage_is_one_sentence_and_exit_code_2(
     ("change", "sentence"),
     [
         (("64", "-1"), "target_batch_size must be greater than or equal to 1, not -1"),
-        (('"bytelm"', '"poetry"'), "the task 'poetry' is not installed on this machine"),
+        (('"bytelm"', '"poetry"'), "run.toml: the task 'poetry' is not installed on this machine"),
         (
             ('name = "bytelm"', 'name = "bytelm"\n[task.settings]\nwidth = 10\nheads = 3'),
             "width (10) must be a multiple of heads (3)",
@@ -165,6 +188,16 @@ def test_a_wrong_run_file_is_refused_before_anything_starts(
     run_file.write_text(RUN.replace(*change))
     assert main(["start", str(run_file), "--listen", "127.0.0.1:0"]) == 2
     assert sentence in error_text(capsys)
+
+
+def test_a_home_that_is_no_folder_is_named_once(
+    run_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SWARM_HOME", str(run_file))
+    assert main(["start", str(run_file), "--listen", "127.0.0.1:0"]) == 2
+    text = error_text(capsys)
+    assert f"swarm: {run_file / 'preferences.toml'} cannot be read: Not a directory" in text
+    assert text.count(str(run_file)) == 1
 
 
 def test_a_dead_bootstrap_peer_is_reported_with_cause_and_next_step(

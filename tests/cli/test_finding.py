@@ -13,7 +13,7 @@ import pytest
 from swarm.cli import main
 from swarm.cli.finding import is_run_name, nearby_entry, remembered_entry
 from swarm.cli.identity import open_entry_identity
-from swarm.cli.paths import invited_identity, specifications_folder
+from swarm.cli.paths import default_identity, invited_identity, specifications_folder
 from swarm.cli.render.output import Output, Result
 from swarm.core.errors import NetworkError, UsageError
 from swarm.core.identity import Identity
@@ -126,6 +126,8 @@ def test_a_name_that_fits_several_runs_says_which() -> None:
     assert second.full_name in str(caught.value)
     assert remembered_entry("bytelm", first.full_name, None, role="train").run == first.full_name
     assert remembered_entry(first.run_id, None, None, role="train").run == first.full_name
+    with pytest.raises(UsageError, match="--run 'other' is another run than bytelm@"):
+        remembered_entry(first.run_id, "other", None, role="train")
 
 
 def test_an_unknown_name_and_a_run_without_known_peers_are_reported_in_one_sentence_each(
@@ -176,7 +178,23 @@ def test_an_invited_run_is_rejoined_with_a_stored_identity_that_is_not_in_use() 
     assert other is not None
     with closing(own), closing(Identity.load(other)) as second:
         assert second.peer_id == Identity.read(files[1]).peer_id
+        with pytest.raises(UsageError, match=r"in use by another process.*: pass an invite"):
+            remembered_entry("closed", None, None, role="train")
         with pytest.raises(UsageError, match="is using the identity file"):
+            remembered_entry("closed", None, str(files[0]), role="train")
+
+
+def test_an_owner_observes_its_run_by_name_while_its_own_identity_trains() -> None:
+    with closing(Identity.load(default_identity())) as owner:  # held, as by `swarm start`
+        signed = kept("closed", "invited", owner)
+        (address,) = remember(signed, 1)
+        entry = remembered_entry("closed", None, None, role="observe")
+        assert (entry.run, entry.bootstrap[1:]) == (signed.full_name, (address,))
+        with closing(open_entry_identity(entry.identity, entry.bootstrap)) as watcher:
+            assert watcher.peer_id != owner.peer_id
+            membership = RunMembership(Entrance.of(entry.bootstrap).invite, watcher.peer_id, (), time.time)
+            assert (membership.run_id, membership.invite.grants[-1].roles) == (signed.run_id, ("observe",))
+        with pytest.raises(UsageError, match="needs an invite, and no identity of this user has joined it"):
             remembered_entry("closed", None, None, role="train")
 
 

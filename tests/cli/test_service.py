@@ -126,3 +126,7 @@ def test_without_a_session_of_the_user_the_command_says_what_was_done_and_what_t
     text = str(service("install", an_invite()).exception)
     assert "swarm-bytelm.service is written, but the service was not started" in text
     assert "log in, on the machine or by ssh" in text
+    asked = service("status")
+    assert (asked.exit_code, asked.output) == (1, "")
+    assert "swarm-bytelm.service is installed, but its status is not known" in str(asked.exception)
+    assert "log in, on the machine or by ssh" in str(asked.exception)

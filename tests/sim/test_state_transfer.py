@@ -41,6 +41,27 @@ def test_chunks_come_from_all_donors_of_the_same_state() -> None:
     play(scenario)
 
 
+def test_a_download_continues_when_the_callers_display_of_its_progress_fails() -> None:
+    """Regression test: an ExceptionGroup came out of `load_state_from_peers`."""
+
+    async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
+        for peer in peers:
+            donor(peer, state_of(1))
+        told: list[int] = []
+
+        def fail(got: int, of: int) -> None:
+            told.append(got)
+            raise ValueError("no terminal")
+
+        mine = state_of(2)
+        fetched = await joining(joiner, mine, on_progress=fail).fetch([peer.contact for peer in peers], 60)
+        mine.load(fetched.blob)
+        assert told[-1] == len(fetched.blob)
+        assert not fetched.failures
+
+    play(scenario)
+
+
 class _Slow(Donor):
     """A donor behind a link of 50 Mbit/s: each chunk waits until those before it have passed."""
 

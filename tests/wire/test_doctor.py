@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,6 +48,21 @@ def test_a_machine_that_takes_no_calls_can_volunteer_with_a_note(capsys: pytest.
     with Node(listen=HERE) as peer:
         assert main(["doctor", peer.addresses[0], "--listen", "none", "--json"]) == 0
     assert findings(capsys)["reach"]["state"] == "note"
+
+
+def test_only_peers_that_answer_now_are_said_to_answer(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    kept = ("--identity", str(tmp_path / "own"), "--json")  # its peers are remembered beside it
+    with Node(listen=HERE) as peer:
+        with Node(peer.addresses, listen=HERE) as other:
+            assert other.wait_joined(10)
+            assert main(["doctor", *peer.addresses, *other.addresses, *kept]) == 0
+            assert str(other.peer_id) in findings(capsys)["network"]["text"]
+        assert main(["doctor", *peer.addresses, *kept]) == 0
+    said = findings(capsys)["network"]["text"]
+    assert str(peer.peer_id) in said
+    assert str(other.peer_id) not in said
 
 
 def test_a_dead_address_is_reported_with_the_reason_and_an_exit_status(

@@ -53,6 +53,10 @@ def test_a_server_of_an_invited_grid_needs_its_invite_and_nothing_else(tmp_path:
         created = first.hear("serving")
         with serving(invite) as second:
             joined = second.hear("serving")
+        with serving(created["grid"]) as again:  # by its name: this server cannot invite others
+            named = again.hear("serving")
+        assert named["address"].startswith("/ip4/127.0.0.1/tcp/")
+        assert f'bootstrap=["{named["address"]}"]' in named["snippet"]
         assert (created["created"], joined["created"]) == (True, False)
         assert joined["grid"] == created["grid"]
         assert joined["experts"] == created["experts"] == ["ffn.0", "ffn.1"]

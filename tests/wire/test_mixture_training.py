@@ -4,6 +4,7 @@ of local models.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,61 +16,21 @@ import torch
 from torch import nn
 
 import swarm
-from moe.client.logic.gate import ProductKeyGate
 from moe.protocol.names import ExpertGrid
+from tests.wire.local_mixture import LocalMixture
 
 WAIT_S = 60.0
 
 
 @pytest.fixture
 def nodes() -> Iterator[tuple[swarm.Node, list[swarm.Node]]]:
-    """Return a trainer's node and two for servers."""
-    with (
-        swarm.Node(listen="127.0.0.1:0") as trainer,
-        swarm.Node(bootstrap=trainer.addresses, listen="127.0.0.1:0") as one,
-        swarm.Node(bootstrap=trainer.addresses, listen="127.0.0.1:0") as two,
-    ):
-        yield trainer, [one, two]
-
-
-class LocalMixture(nn.Module):
-    """The same mixture with local experts: each has an optimizer of its own, which steps when the expert was
-    used.
-    """
-
-    def __init__(
-        self, width: int, grid: str, k_best: int, experts: dict[str, nn.Module], learning_rate: float
-    ) -> None:
-        super().__init__()
-        self.grid, self.k_best = ExpertGrid.parse(grid), k_best
-        self.gate = ProductKeyGate(width, self.grid.shape)
-        self._experts = [copy.deepcopy(experts[str(name)]) for name in self.grid.names()]
-        self._optimizers = [
-            torch.optim.Adam(expert.parameters(), lr=learning_rate) for expert in self._experts
-        ]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scores = self.gate(x)
-        logits = (scores[0][:, :, None] + scores[1][:, None, :]).flatten(1)
-        best = logits.topk(self.k_best, dim=1)
-        weights = best.values.softmax(dim=1)
-        total = torch.zeros_like(x)
-        for number, expert in enumerate(self._experts):
-            rows, columns = (best.indices == number).nonzero(as_tuple=True)
-            if len(rows):
-                total = total.index_add(0, rows, weights[rows, columns].unsqueeze(1) * expert(x[rows]))
-        if total.requires_grad:
-            total.register_hook(self._later)
-        return total
-
-    def _later(self, _gradient: torch.Tensor) -> None:
-        torch.autograd.Variable._execution_engine.queue_callback(self._step)  # type: ignore[attr-defined]
-
-    def _step(self) -> None:
-        """Step at the end of the backward pass."""
-        for optimizer in self._optimizers:
-            optimizer.step()  # skips parameters without a gradient
-            optimizer.zero_grad(set_to_none=True)
+    """Return a trainer's node and four for servers."""
+    with contextlib.ExitStack() as stack:
+        trainer = stack.enter_context(swarm.Node(listen="127.0.0.1:0"))
+        hosts = [swarm.Node(bootstrap=trainer.addresses, listen="127.0.0.1:0") for _ in range(4)]
+        for node in hosts:
+            stack.enter_context(node)
+        yield trainer, hosts
 
 
 def experts_for(names: list[str], make: Callable[[], swarm.Expert]) -> dict[str, swarm.Expert]:
@@ -121,10 +82,9 @@ def test_a_language_model_trains_to_the_loss_of_the_local_model(
     def local(layer: int) -> nn.Module:
         return LocalMixture(width, experts_bytelm.grid_of(layer), 2, modules, experts_bytelm.LEARNING_RATE)
 
-    with (
-        swarm.ExpertServer(hosts[0], {name: experts[name] for name in names[::2]}),
-        swarm.ExpertServer(hosts[1], {name: experts[name] for name in names[1::2]}),
-    ):
+    with contextlib.ExitStack() as stack:
+        for place, node in enumerate(hosts):  # sixteen experts on four servers
+            stack.enter_context(swarm.ExpertServer(node, {name: experts[name] for name in names[place::4]}))
         loss = experts_bytelm.train(remote, steps, lambda _: None)
     local_loss = experts_bytelm.train(local, steps, lambda _: None)
     assert loss == pytest.approx(local_loss, rel=0.05)

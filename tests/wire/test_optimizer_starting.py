@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from averaging.optim.capturing import RoundCapture
 from swarm.core.clock import SystemClock
 from tests.wire.trainers import Peer, build, one_more, swarm_of, together
 
@@ -140,3 +141,27 @@ def test_resumed_peer_gives_its_state_before_its_first_step(mode: str) -> None:
         loaded = late.opt.load_state_from_peers(timeout_s=30)
         assert loaded.loaded, loaded
         assert late.opt.state_digest() == peers[0].opt.state_digest()
+
+
+def test_a_download_that_is_interrupted_leaves_the_history_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression test: after Ctrl-C a newcomer had the others' head and was in their epoch without their
+    state.
+    """
+    run_during = RoundCapture.run_during
+
+    def interrupted(self: RoundCapture, *args: Any) -> Any:
+        run_during(self, *args)
+        raise KeyboardInterrupt
+
+    with swarm_of(1, "interrupted") as [founder]:
+        founder.train_to(3)
+        with one_more([founder], "interrupted", 5, seed=3) as late:
+            head = late.opt.history_head
+            with monkeypatch.context() as patched:
+                patched.setattr(RoundCapture, "run_during", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    late.opt.load_state_from_peers(timeout_s=30)
+            assert late.opt.history_head == head
+            assert late.opt.progress.epoch == late.opt.epoch == 0
+            assert late.opt.load_state_from_peers(timeout_s=30).loaded
+            assert late.opt.state_digest() == founder.opt.state_digest()

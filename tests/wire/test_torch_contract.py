@@ -8,6 +8,7 @@ mode, of a few lines.
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -392,3 +393,99 @@ def test_joining_never_changes_weights_by_itself(node: Node, mode: str) -> None:
         assert opt.step(batch_size=1).reason == "no parameter has a gradient"
     assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
     assert not inner.state, "not even statistics were made"
+
+
+def test_an_error_of_the_inner_optimizer_loses_no_samples(node: Node, mode: str) -> None:
+    """Regression test: with delayed gradients the samples of the epoch were lost."""
+    with Both(node, mode) as both:
+        errors = [RuntimeError("out of memory")]
+
+        def fail_once(*_: Any) -> None:
+            if errors and both.opt.epoch:
+                raise errors.pop()
+
+        both.opt.inner.register_step_pre_hook(fail_once)
+        reports, samples = list[Any](), 0
+        for seed in range(STEPS):
+            both.net.zero_grad()
+            loss_of(both.net, batch(seed)).backward()
+            try:
+                reports.append(both.opt.step())
+            except RuntimeError:
+                # the gradients were taken, unless a local step is what failed
+                samples += BATCH * (mode in ("gradients", "delayed"))
+        assert not errors
+        samples += sum(one.samples for one in reports)
+        assert sum(one.contributed for one in reports) + reports[-1].accumulated == samples
+
+
+def test_a_scheduler_at_its_end_leaves_the_state_in_the_epoch_of_its_step(node: Node, mode: str) -> None:
+    """Regression test: parameters were stepped again and again in one epoch, whose certificate was undone."""
+
+    def one_cycle(inner: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.OneCycleLR(inner, 0.01, total_steps=2, cycle_momentum=False)
+
+    net = build()
+    options: dict[str, Any] = {"node": node, "run": next_run(), "mode": MODES[mode], "scheduler": one_cycle}
+    with Optimizer(adamw(net), target_batch_size=BATCH, **options) as opt:
+        for seed in range(5):
+            net.zero_grad()
+            loss_of(net, batch(seed)).backward()
+            if seed < 2:
+                opt.step(BATCH)
+            else:
+                with pytest.raises(ValueError, match="number of total steps"):
+                    opt.step(BATCH)
+            assert opt.epoch == seed + 1
+
+
+def test_a_layer_that_is_unfrozen_later_is_refused(node: Node, mode: str) -> None:
+    """Regression test: each peer stepped it with the gradients of its own last batch."""
+    with Both(node, mode, model=Tied) as both:
+        both.train(3)
+        both.net.fixed.requires_grad_(True)  # type: ignore[union-attr,operator]
+        loss_of(both.net, batch(3)).backward()
+        with pytest.raises(UsageError, match="has a gradient, although it was frozen"):
+            both.opt.step()
+        both.net.fixed.zero_grad()  # type: ignore[union-attr,operator]
+        both.opt.step()
+
+
+def test_a_step_while_another_thread_makes_one_is_refused(node: Node, mode: str) -> None:
+    """Regression test: samples were counted twice, and rounds had two owners."""
+    with Both(node, mode) as both:
+        both.train(3)
+        errors = list[UsageError]()
+
+        def step_beside() -> None:
+            try:
+                both.opt.step()
+            except UsageError as error:
+                errors.append(error)
+
+        def meet(*_: Any) -> None:
+            beside = threading.Thread(target=step_beside)
+            beside.start()
+            beside.join(30)
+
+        both.opt.inner.register_step_pre_hook(meet)
+        both.train(3, start=3)
+        assert errors
+        assert all("another thread" in str(error) for error in errors)
+
+
+def test_a_closure_that_closes_the_optimizer_is_refused(node: Node, mode: str) -> None:
+    with Both(node, mode) as both, pytest.raises(UsageError, match="closed"):
+        both.opt.step(BATCH, both.opt.close)
+
+
+@pytest.mark.parametrize("saved_in", ["gradients", "diloco"])
+def test_state_dict_of_another_mode_leaves_the_inner_optimizer_as_it_was(node: Node, saved_in: str) -> None:
+    """Regression test: its statistics and learning rates were loaded before the mode refused the rest."""
+    with Both(node, saved_in) as both:
+        saved = both.opt.state_dict()
+    with Both(node, "diloco" if saved_in == "gradients" else "gradients") as both:
+        both.opt.param_groups[0]["lr"] = 0.5
+        with pytest.raises(UsageError, match="this was not saved in a mode"):
+            both.opt.load_state_dict(saved)
+        assert both.opt.param_groups[0]["lr"] == 0.5

@@ -106,12 +106,12 @@ class Learner(Protocol):
         """
         ...
 
-    def resume(self, *, parted: bool = False) -> int:
+    def resume(self, *, parted: bool = False, counted: bool = False) -> int:
         """Continue after the state was loaded, or could not be, with the suspended progress if it is still
         valid. Return the number of dropped samples. The state's lock is held.
 
         `parted`: the loaded state does not follow from the one that the progress was made on, because that
-        one's history lost a reunion.
+        one's history lost a reunion. `counted`: the loaded state may contain the progress already.
         """
         ...
 

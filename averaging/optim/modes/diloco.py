@@ -25,6 +25,7 @@ from averaging.optim.modes import ModeParts, ModeTraits
 from averaging.optim.modes.local_steps import LocalSteps
 from averaging.optim.modes.outer import OuterSGD, fragments_of
 from averaging.result import RoundFailure
+from swarm.core.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +135,14 @@ class DilocoMode:
         return {**self.learner.state_dict(), "sent_at": list(self._counted_at)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        parts = len(state.get("sent_at", ()))
+        if parts != len(self._counted_at):
+            raise UsageError(
+                f"this was saved in a mode whose rounds alternate between {parts} parts of the model; "
+                f"this mode has {len(self._counted_at)}"
+                if parts
+                else "this was not saved in a mode with local steps and rounds of all peers"
+            )
         self.learner.load_state_dict(state)
         self._counted_at = [int(samples) for samples in state["sent_at"]]
 

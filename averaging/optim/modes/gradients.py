@@ -105,7 +105,7 @@ class GradientsMode:
             self._accumulator.resolve_checks()
             self._suspended = _Suspended(self.state.epoch, self.state.version)
 
-    def resume(self, *, parted: bool = False) -> int:
+    def resume(self, *, parted: bool = False, counted: bool = False) -> int:
         suspended, self._suspended = self._suspended, None
         if suspended is None:
             return 0
@@ -115,7 +115,7 @@ class GradientsMode:
             return 0
         samples, late_epochs = self.samples, self.state.epoch - suspended.epoch
         is_recent = suspended.epoch > 0 and 0 < late_epochs + self._is_late <= _LATE_EPOCHS_MAX
-        if samples and is_recent and not parted:
+        if samples and is_recent and not (parted or counted):
             self._is_late = True
             return 0
         self._reset()
@@ -144,8 +144,8 @@ class GradientsMode:
         return {**state, "samples": state["samples"] + samples, "touched": both, "sums": list(sums)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._in_round = self._suspended = None
         self._accumulator.load_state_dict(state)
+        self._in_round = self._suspended = None
         self._is_late = bool(state.get("late", False))
 
     # --- rounds
@@ -174,8 +174,8 @@ class GradientsMode:
     def apply(self, metadata: Sequence[Any]) -> None:
         own = self._accumulator.touched if self._in_round is None else self._in_round[1]
         touched = self._touched(metadata) if metadata else own
-        self._in_round = None
         self._step(self.tensors(), touched)
+        self._in_round = None  # only now: `failed` keeps the samples when the inner optimizer raised an error
         if self._round_means is None:
             self._accumulator.reset()
         self._is_late = False

@@ -184,7 +184,7 @@ class LocalSteps:
             progress = self.progress() if self.total > 0 else None
             self._suspended = _SuspendedProgress(self.state.epoch, self.state.version, progress)
 
-    def resume(self, *, parted: bool = False) -> int:
+    def resume(self, *, parted: bool = False, counted: bool = False) -> int:
         suspended, self._suspended = self._suspended, None
         if suspended is None or self.state.version == suspended.version:
             return 0
@@ -194,6 +194,7 @@ class LocalSteps:
             suspended.progress is not None
             and suspended.epoch > 0
             and self.state.epoch - suspended.epoch <= CARRIED_EPOCHS_MAX
+            and not counted
         ):
             self.set_weights(suspended.progress)
             return 0
@@ -221,14 +222,19 @@ class LocalSteps:
             raise UsageError("this was not saved in a mode with local steps")
         if [tuple(t.shape) for t in saved] != [tuple(t.shape) for t in self.base]:
             raise UsageError("the saved base has other shapes than this optimizer's parameters")
+        pairs = []
+        for key, statistics in state["outer"]["state"].items():
+            own = self.outer.state.get(_nth(self.outer, key), {})
+            for name, value in statistics.items():
+                if name not in own:
+                    raise UsageError(f"the saved outer optimizer has {name!r}, and that of this mode has not")
+                pairs.append((own[name], value))
         self.resolve_checks()
         with torch.no_grad():
             for base, one in zip(self.base, saved, strict=True):
                 base.copy_(one)
-            for key, statistics in state["outer"]["state"].items():
-                own = self.outer.state[_nth(self.outer, key)]
-                for name, value in statistics.items():
-                    own[name].copy_(value)
+            for held, value in pairs:
+                held.copy_(value)
         self.total, self.counted, self.dropped = (
             int(state["total"]),
             int(state["counted"]),

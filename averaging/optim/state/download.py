@@ -375,14 +375,9 @@ class Download:
             live = [] if partial.complete else await self._reopen(first, donors, offers)
         if not partial.complete:
             return None
+        canonical, failures = any(o.canonical for o in candidates), dict(self.failures)
         return DownloadedState(
-            first.epoch,
-            any(o.canonical for o in candidates),
-            first.digest,
-            partial.blob,
-            partial.given,
-            dict(self.failures),
-            len(candidates),
+            first.epoch, canonical, first.digest, partial.blob, partial.given, failures, len(candidates)
         )
 
     async def _reopen(self, wanted: _Offer, donors: Sequence[Contact], offers: list[_Offer]) -> list[_Offer]:
@@ -479,9 +474,10 @@ class Download:
         """Account for a valid chunk with `new_bytes` bytes that were not there before."""
         self._received_bytes += new_bytes
         if self.on_progress is not None and self.partial is not None:
-            self.on_progress(
-                min(len(self.partial.have) * CHUNK_BYTES, len(self.partial.blob)), len(self.partial.blob)
-            )
+            total_bytes = len(self.partial.blob)
+            received_bytes = min(len(self.partial.have) * CHUNK_BYTES, total_bytes)
+            # an error of the caller's code, which only shows something, is the loop's to report
+            asyncio.get_running_loop().call_soon(self.on_progress, received_bytes, total_bytes)
 
     async def _open_stream(self, stack: AsyncExitStack, offer: _Offer) -> Stream:
         try:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from typing import Any, Final, Protocol
 
 import torch
 
-from swarm.core.errors import PeerError
+from swarm.core.errors import PeerError, UsageError
 
 # a state of a later epoch is refused: moving the schedule there would take too long, at about 10 microseconds
 # per step
@@ -43,8 +44,21 @@ class EpochSchedule:
             raise PeerError(f"a state of epoch {epoch}; a schedule has at most {STEPS_MAX} epochs")
 
     def move_to(self, epoch: int, present: int) -> None:
-        """Set the hyperparameters to those of `epoch`. `present`: the epoch whose values they have now."""
-        if epoch < present:
+        """Set the hyperparameters to those of `epoch`. `present`: the epoch whose values they have now. Raise
+        UsageError, with nothing changed, when the scheduler raises an error before that epoch.
+        """
+        try:
+            self._move(epoch, present, again=epoch < present)
+        except Exception as error:  # the caller's code: OneCycleLR has a last step, for instance
+            with contextlib.suppress(Exception):  # the same error, if it had reached its end before
+                self._move(present, present, again=True)
+            raise UsageError(
+                f"the scheduler cannot follow to epoch {epoch}, which the run has reached: {error}"
+            ) from error
+
+    def _move(self, epoch: int, present: int, *, again: bool) -> None:
+        """`again`: begin at epoch 0."""
+        if again:
             self._scheduler.load_state_dict(copy.deepcopy(self._first))
             for group, first in zip(self._groups, self._first_groups, strict=True):
                 group.update(copy.deepcopy(first))

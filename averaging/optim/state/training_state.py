@@ -241,7 +241,7 @@ class TrainingState:
 
     def load(self, blob: Blob, codec: str = EXACT) -> None:
         """Load a snapshot, which may be encoded by `codec`. Raise PeerError, with nothing changed, when it
-        does not fit this optimizer.
+        does not fit this optimizer, and UsageError when the caller's scheduler cannot follow to its epoch.
         """
         structure = self.structure()
         header, payload_start = read_header(blob)
@@ -264,6 +264,8 @@ class TrainingState:
         with self.lock, torch.no_grad():
             # before anything is changed, because there may be no memory for them
             targets = self._targets(structure, tensors)
+            if self._schedule is not None:  # nor may the caller's scheduler know so late an epoch
+                self._schedule.move_to(header["epoch"], self.epoch)
             self._copy_parameters(tensors)
             for index, p in enumerate(self.parameters):
                 self._load_statistics(
@@ -272,8 +274,6 @@ class TrainingState:
             for index, (extra, agreed) in enumerate(zip(self.extras, self._agreed_extras, strict=True)):
                 extra.copy_(tensors[f"x.{index}"])
                 agreed.copy_(extra)
-            if self._schedule is not None:
-                self._schedule.move_to(header["epoch"], self.epoch)
             self.mark_changed(header["epoch"], root=root)
 
     def _copy_parameters(self, tensors: Mapping[str, torch.Tensor]) -> None:

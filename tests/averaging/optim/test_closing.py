@@ -123,3 +123,41 @@ def test_no_state_is_averaged_where_most_of_a_large_group_have_just_loaded_it(
     closing = closer(HEAD, averager=averager, history=history)
     assert (closing.average_state_if_due(alone=False) is not None) is is_held
     assert bool(held) is is_held
+
+
+@pytest.mark.parametrize("fails", ["the step", "the scheduler", ""])
+def test_round_is_lost_when_its_step_fails_and_not_when_the_scheduler_does(fails: str) -> None:
+    """Others have the round's certificate: the samples of a peer that did not make its step are in their
+    state already.
+    """
+    undone, epochs, times = list[str](), list[int](), Times()
+    state = SimpleNamespace(epoch=3)
+
+    def advance(apply: Callable[[], None]) -> None:
+        apply()
+        if fails == "the step":
+            raise RuntimeError(fails)
+        state.epoch += 1
+        if fails:
+            raise RuntimeError(fails)
+
+    mode: Any = SimpleNamespace(
+        state=state,
+        traits=SimpleNamespace(proceeds_alone=False),
+        failed=undone.append,
+        apply=lambda metadata: None,
+    )
+    tracker: Any = SimpleNamespace(
+        history=None, own=OTHER, begin_epoch=lambda epoch, **options: epochs.append(epoch)
+    )
+    others: Any = SimpleNamespace(changed=lambda: None, clock=times.clock, advance=advance)
+    closing = EpochCloser(mode, tracker, others, others, others, load_timeout_s=60.0)
+    result: Any = SimpleNamespace(certificate=None, gathered={}, peers=(), left_out={}, contributions={})
+    if fails:
+        with pytest.raises(RuntimeError, match=fails):
+            closing.committed(result, 0)
+    else:
+        assert closing.committed(result, 0).stepped
+    assert closing.has_lost_round is (fails == "the step")
+    assert undone == ["cancelled"] * (fails == "the step")
+    assert epochs == [4] * (fails != "the step")

@@ -16,7 +16,7 @@ from averaging.optim.modes import ModeSettings
 from averaging.optim.modes.outer import OuterSGD
 from averaging.optim.modes.settings import MODES, Diloco, Gossip, Gradients, Local, settings_of
 from swarm.core.errors import UsageError
-from tests.averaging.optim.seats import Seat, hold, model, prepare, seat
+from tests.averaging.optim.seats import Seat, average, hold, model, prepare, seat
 
 
 def strided(net: torch.nn.Sequential) -> torch.nn.Sequential:
@@ -191,3 +191,82 @@ def test_invalid_mode_settings_are_refused() -> None:
         )
     with pytest.raises(UsageError, match="local steps"):
         seat(Diloco()).mode.load_state_dict(seat(Gradients()).mode.state_dict())
+
+
+ALIEN: list[tuple[ModeSettings, ModeSettings]] = [
+    (Diloco(), Gradients()),
+    (Gradients(), Diloco()),
+    (Diloco(), Local()),  # which has no momentum
+    (Gossip(), Diloco()),
+    (Diloco(), Diloco(streaming=2)),
+]
+
+
+@pytest.mark.parametrize(("saved_in", "loaded_in"), ALIEN, ids=lambda one: f"{one!r:.12}")
+def test_state_of_another_mode_is_refused_with_nothing_changed(
+    saved_in: ModeSettings, loaded_in: ModeSettings
+) -> None:
+    """Regression test: a bare KeyError, some with the base changed, or an IndexError in a later round."""
+    saved, one = seat(saved_in), seat(loaded_in, model(3))
+    for table in (saved, one):
+        table.step(1, 4)
+        hold([table])
+        table.step(2, 5)
+    before = copy.deepcopy(one.mode.state_dict())
+    with pytest.raises(UsageError):
+        one.mode.load_state_dict(saved.mode.state_dict())
+    after = one.mode.state_dict()
+    tensors = "sums" if loaded_in.name == "gradients" else "base"
+    assert all(map(torch.equal, before.pop(tensors), after.pop(tensors)))
+    assert {key: before[key] for key in before if key != "outer"} == {
+        key: after[key] for key in after if key != "outer"
+    }
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_samples_are_kept_when_the_inner_optimizer_raises_an_error(delayed: bool) -> None:
+    """Regression test: with delayed rounds they were lost, and no report said so."""
+    one, other = (seat(Gradients(delayed=delayed)) for _ in range(2))
+    for table in (one, other):
+        table.step(1, 4)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    hook = inner_of(one).register_step_pre_hook(fail)
+    one.mode.prepare(0)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        one.mode.apply([])
+    one.mode.failed("cancelled")
+    hook.remove()
+    assert one.mode.learner.samples == 4
+    for table in (one, other):
+        hold([table])
+    torch.testing.assert_close(one.theta, other.theta)
+
+
+@pytest.mark.parametrize(
+    "settings", [Gradients(), Gradients(delayed=True), Diloco(), Local()], ids=lambda one: f"{one!r:.40}"
+)
+def test_samples_of_a_round_that_only_the_others_applied_are_not_counted_twice(
+    settings: ModeSettings,
+) -> None:
+    """Regression test: after an error in its step of a committed round, a peer sent the round's average once
+    more as its own late gradients; with local steps, its progress was added twice.
+    """
+    interrupted, other = seats = [seat(settings) for _ in range(2)]
+    for span in range(2):
+        for worker, one in enumerate(seats):
+            one.step(10 * span + worker, 4)
+        if span == 0:
+            hold(seats)
+    weights = [weight for weight, _ in prepare(seats)]
+    average([one.mode for one in seats], weights)
+    interrupted.mode.failed("cancelled")
+    other.advance([b"\xff"])
+    learner = interrupted.mode.learner
+    learner.suspend()
+    interrupted.mode.state.load(other.mode.state.snapshot().blob)
+    assert learner.resume(counted=True) == 4
+    assert learner.samples == 0
+    assert torch.equal(interrupted.theta, other.theta)

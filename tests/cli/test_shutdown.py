@@ -1,0 +1,51 @@
+"""How commands end at Ctrl-C: without a traceback, also when it comes at a bad moment."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from swarm.cli import main
+
+# The interruption of a blocked main thread arrives in the callback of a weak reference: Python ignores it.
+LOST = """
+import signal, threading, weakref
+from swarm.cli.shutdown import Shutdown
+
+class Something: pass
+
+blocked = threading.Event()
+with Shutdown(interrupt_s=0.1, abandon_s=60.0):
+    signal.raise_signal(signal.SIGINT)
+    something = Something()
+    reference = weakref.ref(something, lambda _: blocked.wait(60.0))
+    del something
+    blocked.wait(60.0)
+print("ended")
+"""
+
+
+def test_an_interruption_that_python_ignores_is_repeated_without_a_traceback() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LOST], capture_output=True, text=True, timeout=50, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ended\n", "")
+
+
+@pytest.mark.usefixtures("home")
+def test_a_second_ctrl_c_before_the_node_is_open_ends_the_command_with_one_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def pressed(_: str) -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("swarm.cli.train.check_device_present", pressed)
+    file = tmp_path / "run.toml"
+    file.write_text('name = "tiny"\ntarget_batch_size = 64\nbatch_size = 8\n[task]\nname = "bytelm"\n')
+    assert main(["start", str(file), "--listen", "127.0.0.1:0"]) == 1
+    assert capsys.readouterr().err.strip() == "swarm: stopped"
