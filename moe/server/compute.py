@@ -98,8 +98,11 @@ class ComputeThread:
         self.counts: dict[str, Counts] = {}
         self._threads = self._start()
 
-    def offer(self, job: Job) -> str:
-        """Queue a job. Return the reason when there is no room, else "". Any thread may call it."""
+    def offer(self, job: Job, *, wake: bool = True) -> str:
+        """Queue a job. Return the reason when there is no room, else "". Any thread may call it. Without
+        `wake` it may not begin before `wake` is called: the computing thread and one that queues many jobs
+        would otherwise take turns at Python's lock.
+        """
         kept = job.keep and job.expert.keeps_activations
         # a request that keeps activations is a batch of its own
         kind: object = (*job.kind, job.number) if kept else job.kind
@@ -113,10 +116,16 @@ class ComputeThread:
             if refusal:
                 return refusal
             self._jobs[job.number] = job
+        if wake:
+            self.wake()
+        return ""
+
+    def wake(self) -> None:
+        """Begin with the jobs that were queued."""
+        with self._lock:
             wake, self._asleep = self._asleep, False
         if wake:
             self._wake.put(None)
-        return ""
 
     def refusal(self, caller: PeerId, size_bytes: int, *, is_stranger: bool) -> str:
         """Return what `offer` would return."""
@@ -349,9 +358,7 @@ class ComputeThread:
     def _repeat(self, jobs: list[Job]) -> None:
         with self._lock:
             self._retries += jobs
-            wake, self._asleep = self._asleep, False
-        if wake:
-            self._wake.put(None)
+        self.wake()
 
     def _fail(self, failure: DeviceFailed) -> None:
         """Stop computing. Batches in progress are answered with the failure; the receiver of the report

@@ -129,6 +129,8 @@ class ExpertServer:
         self._saving = threading.Lock()
         self._lock = threading.Lock()
         self._closed = False
+        self._delivered: list[tuple[Job, Outcome]] = []  # results for the network loop
+        self._is_waking = False  # it will take them
         self.failed: str | None = None
         self.ended = threading.Event()
         self._failed_devices: set[torch.device] = set()
@@ -278,13 +280,13 @@ class ExpertServer:
         withdrawing = self.node.supervisor.spawn("withdrawing experts", self._declarations.withdraw)
         self._service.close(self._hosted)
         if self.failed is not None:
-            self._service.drop_waiting(
+            self._service.runner.drop_waiting(
                 [one for one in self._hosted if one.expert.device in self._failed_devices], self.failed
             )
-        await self._service.drain(self._hosted, drain_s)
+        await self._service.runner.drain(self._hosted, drain_s)
         for compute in self._compute.values():
             compute.halt()
-        self._service.drop_waiting(self._hosted, self.failed or "its server is leaving")
+        self._service.runner.drop_waiting(self._hosted, self.failed or "its server is leaving")
         await asyncio.wait([withdrawing])
         self.ended.set()
 
@@ -314,8 +316,20 @@ class ExpertServer:
             compute.stop(timeout_s)
 
     def _deliver(self, done: list[tuple[Job, Outcome]]) -> None:
-        """Hand results to the network loop. Called on a computing thread."""
+        """Hand results to the network loop. Called on a computing thread. The loop is woken once for all
+        results that come before it runs.
+        """
+        with self._lock:
+            self._delivered += done
+            if self._is_waking:
+                return
+            self._is_waking = True
         try:
-            self._loop.call_soon_threadsafe(self._service.on_results, done)
+            self._loop.call_soon_threadsafe(self._take_delivered)
         except RuntimeError:
             return  # the node was closed meanwhile: no call waits
+
+    def _take_delivered(self) -> None:
+        with self._lock:
+            done, self._delivered, self._is_waking = self._delivered, [], False
+        self._service.runner.on_results(done)

@@ -88,6 +88,7 @@ class AdmittedRequest:
     headers: list[Header]
     leaves: Sequence[Leaf]  # leaves of the payload's tensors
     size_bytes: int
+    answer_bytes: int
     codec: Codec | None
     is_backward: bool
     kept: KeptInputs | None  # for a backward pass that was sent without inputs

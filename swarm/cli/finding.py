@@ -90,6 +90,10 @@ def remembered_entry(
     signed = _stored(store.all(), name, run)
     if signed is None and found:
         return RunEntry(tuple(found), name, identity)
+    if signed is None and run is not None and (other := _stored(store.all(), name, None)) is not None:
+        raise UsageError(
+            f"--run {run!r:.80} is another run than {other.full_name}: give one of the two names"
+        )
     if signed is None:
         raise UsageError(
             f"this machine took part in no run {name!r:.80}, and knows no peer of it. Pass the address of "

@@ -106,7 +106,8 @@ def _passphrase(file: Path | None, *, new: bool = False) -> str:
             with file.expanduser().open(encoding="utf-8") as stream:
                 return stream.readline(PASSPHRASE_CHARACTERS_MAX).rstrip("\r\n")
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"cannot read a passphrase from {file}: {error}") from error
+            why = getattr(error, "strerror", None) or error
+            raise UsageError(f"cannot read a passphrase from {file}: {why}") from error
     if not sys.stdin.isatty():
         raise UsageError("there is no terminal to ask for the passphrase: pass --passphrase-file FILE")
     return str(click.prompt("Passphrase", hide_input=True, confirmation_prompt=new, err=True))

@@ -12,6 +12,7 @@ from swarm.cli import options
 from swarm.cli.paths import preferences_file
 from swarm.cli.render import print_result
 from swarm.core.errors import UsageError
+from swarm.core.ids import RUN_NAME
 from swarm.run.preferences import Preferences, PreferencesFile, parse_preference
 
 _FLAGS = {
@@ -105,6 +106,10 @@ def config(changes: tuple[str, ...], run: str | None, unset: tuple[str, ...], as
       swarm config hours= daily=
       swarm config --unset hours
     """
+    if run is not None and not RUN_NAME.fullmatch(run):
+        raise UsageError(
+            f"--run takes the name of a run, like bytelm, and no run can have the name {run!r:.80}"
+        )
     file = PreferencesFile(preferences_file())
     given = {}
     for one in changes:

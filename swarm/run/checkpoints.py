@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from averaging.optim.optimizer import Optimizer
     from averaging.optim.state.view import StateView
 
-# When the command ends, it waits this long for a last checkpoint. If the disk is slower, the last periodic
-# one remains.
+# A command that is asked to end waits this long for a last checkpoint. If the disk is slower, the last
+# periodic one remains.
 _FINAL_S_MAX = 1.0
+_POLL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,20 +124,40 @@ class CheckpointWriter:
             )
             self._emit(Notice(text=text))
 
-    def close(self, optimizer: Optimizer) -> None:
-        """Write a last checkpoint if the disk was fast enough for the previous ones."""
+    def close(self, optimizer: Optimizer, stop: threading.Event) -> None:
+        """Write a last checkpoint. Where the run has ended, this waits until it is written, or `stop` is set.
+        Where `stop` is set, because somebody wants this process to end, it waits for a second only, and
+        writes none if an earlier one took longer.
+        """
         self._is_last = True
+        self._wait(stop)
+        if not self._config.every_s or optimizer.epoch == 0:
+            return
+        is_slow = self._busy()
+        if not is_slow and optimizer.epoch != self._epoch:
+            is_slow = stop.is_set() and self._write_s >= _FINAL_S_MAX
+            if not is_slow:
+                self._start(optimizer)
+                self._wait(stop)
+                is_slow = self._busy()
+        if is_slow:
+            newest = self._checkpoints.newest_epoch()
+            kept = (
+                f"the newest checkpoint is of epoch {newest}" if newest is not None else "there is none yet"
+            )
+            text = (
+                f"epoch {optimizer.epoch} is not saved: a checkpoint takes this machine longer than "
+                f"{_FINAL_S_MAX:g} s; {kept}"
+            )
+            self._emit(Notice(text=text))
+
+    def _wait(self, stop: threading.Event) -> None:
+        """Wait until the file that is being written is complete; once `stop` is set, for a second at most."""
+        while self._busy() and not stop.is_set():
+            assert self._writing is not None
+            self._writing.join(_POLL_S)
         if self._writing is not None:
             self._writing.join(_FINAL_S_MAX)
-        if (
-            self._config.every_s
-            and optimizer.epoch not in (0, self._epoch)
-            and not self._busy()
-            and self._write_s < _FINAL_S_MAX
-        ):
-            self._start(optimizer)
-            if self._writing is not None:
-                self._writing.join(_FINAL_S_MAX)
 
     def _busy(self) -> bool:
         return self._writing is not None and self._writing.is_alive()

@@ -216,7 +216,7 @@ class Volunteer:
             finished = self._emit_finished(training, reason or why() or _ASKED, time.monotonic() - started_s)
             giving.stop()
             if writer is not None:
-                writer.close(training.optimizer)
+                writer.close(training.optimizer, self._stop)
             return finished
         finally:
             self._leave(training)

@@ -28,12 +28,15 @@ import torch
 
 from moe.client.replicas.calling import ReplicaCalls
 from moe.protocol.declarations import Declarations, ServerLoad
-from moe.protocol.methods import CALL, DESCRIBE, read_headers, wire_headers
+from moe.protocol.methods import CALL, DESCRIBE, EXCHANGE, read_headers, receive_payload, wire_headers
 from moe.protocol.names import ExpertUid
+from moe.protocol.parts import announced_bytes, cut, parts_of
 from moe.protocol.schema import ExpertSchema, unflatten
 from moe.protocol.tensors import check_headers, decode, encode, join_payloads
+from swarm.compression import Buffer
 from swarm.core.ids import PeerId
 from swarm.net.channels import Channels
+from swarm.net.rpc import Stream
 from swarm.node import Node
 from swarm.runtime.services import Services
 from swarm.testing.dht_swarm import service_of
@@ -102,6 +105,7 @@ class SimulatedExperts:
         self.service = service_of(peer)
         peer.handlers.unary(DESCRIBE, self._describe)
         peer.handlers.unary(CALL, self._call)
+        peer.handlers.stream(EXCHANGE, self._exchange)
         await self.service.join([one.contact for one in bootstrap])
         await self._declare()
 
@@ -125,6 +129,32 @@ class SimulatedExperts:
         return reply
 
     async def _call(self, caller: PeerId, request: ExpertRequest) -> ExpertReply:
+        return await self._answer(request, request.payload)
+
+    async def _exchange(self, stream: Stream) -> None:
+        """Answer the requests of a message, as they are computed."""
+        message = ExpertRequest.FromString(await stream.receive() or b"")
+        requests = parts_of(message)
+        payload = await receive_payload(stream, message.payload_bytes)
+        cuts = cut(payload, [announced_bytes(one.payload_bytes for one in part.tensors) for part in requests])
+
+        async def answer(number: int, own: Buffer | torch.Tensor) -> None:
+            raw = own.numpy().tobytes() if isinstance(own, torch.Tensor) else bytes(own)
+            reply = copy.deepcopy(await self._answer(requests[number], raw))
+            answered = reply.payload
+            reply.ClearField("payload")
+            reply.payload_bytes, reply.part, reply.parts = len(answered), number, len(requests)
+            async with sending:
+                await stream.send(reply.SerializeToString())
+                if answered:
+                    await stream.send(answered)
+
+        sending = asyncio.Lock()
+        async with asyncio.TaskGroup() as tasks:
+            for number, own in enumerate(cuts):
+                tasks.create_task(answer(number, own))
+
+    async def _answer(self, request: ExpertRequest, payload: bytes) -> ExpertReply:
         uid = ExpertUid.parse(request.uid)
         if uid not in self.schemas:
             return ExpertReply(status=expert_pb2.EXPERT_MISSING, reason="it is not hosted here")
@@ -139,7 +169,7 @@ class SimulatedExperts:
         leaves = [*schema.input_leaves, *(schema.gradient_leaves if is_backward else ())]
         headers = read_headers(request.tensors)
         check_headers(headers, leaves, request.batch, absent_from=len(schema.input_leaves))
-        tensors = decode(headers, leaves, request.batch, request.payload)
+        tensors = decode(headers, leaves, request.batch, payload)
         (self.backwards if is_backward else self.forwards)[request.uid] += 1
         async with self._busy:
             await asyncio.sleep(self.compute_s)

@@ -120,7 +120,7 @@ class ExpertCount(_message.Message):
     def __init__(self, uid: _Optional[str] = ..., schema_digest: _Optional[bytes] = ..., version: _Optional[int] = ..., head: _Optional[bytes] = ..., samples: _Optional[int] = ...) -> None: ...
 
 class ExpertRequest(_message.Message):
-    __slots__ = ("kind", "uid", "schema_digest", "batch", "tensors", "payload", "payload_bytes", "request_id", "version", "keep", "reply_codec", "reply_codec_version", "inputs_kept", "staleness_max", "sequence_length")
+    __slots__ = ("kind", "uid", "schema_digest", "batch", "tensors", "payload", "payload_bytes", "request_id", "version", "keep", "reply_codec", "reply_codec_version", "inputs_kept", "staleness_max", "sequence_length", "more")
     KIND_FIELD_NUMBER: _ClassVar[int]
     UID_FIELD_NUMBER: _ClassVar[int]
     SCHEMA_DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -136,6 +136,7 @@ class ExpertRequest(_message.Message):
     INPUTS_KEPT_FIELD_NUMBER: _ClassVar[int]
     STALENESS_MAX_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
     kind: ExpertPass
     uid: str
     schema_digest: bytes
@@ -151,7 +152,8 @@ class ExpertRequest(_message.Message):
     inputs_kept: bool
     staleness_max: int
     sequence_length: int
-    def __init__(self, kind: _Optional[_Union[ExpertPass, str]] = ..., uid: _Optional[str] = ..., schema_digest: _Optional[bytes] = ..., batch: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorHeader, _Mapping]]] = ..., payload: _Optional[bytes] = ..., payload_bytes: _Optional[int] = ..., request_id: _Optional[bytes] = ..., version: _Optional[int] = ..., keep: _Optional[bool] = ..., reply_codec: _Optional[int] = ..., reply_codec_version: _Optional[int] = ..., inputs_kept: _Optional[bool] = ..., staleness_max: _Optional[int] = ..., sequence_length: _Optional[int] = ...) -> None: ...
+    more: _containers.RepeatedCompositeFieldContainer[ExpertRequest]
+    def __init__(self, kind: _Optional[_Union[ExpertPass, str]] = ..., uid: _Optional[str] = ..., schema_digest: _Optional[bytes] = ..., batch: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorHeader, _Mapping]]] = ..., payload: _Optional[bytes] = ..., payload_bytes: _Optional[int] = ..., request_id: _Optional[bytes] = ..., version: _Optional[int] = ..., keep: _Optional[bool] = ..., reply_codec: _Optional[int] = ..., reply_codec_version: _Optional[int] = ..., inputs_kept: _Optional[bool] = ..., staleness_max: _Optional[int] = ..., sequence_length: _Optional[int] = ..., more: _Optional[_Iterable[_Union[ExpertRequest, _Mapping]]] = ...) -> None: ...
 
 class TensorHeader(_message.Message):
     __slots__ = ("codec", "codec_version", "payload_bytes", "absent")
@@ -166,7 +168,7 @@ class TensorHeader(_message.Message):
     def __init__(self, codec: _Optional[int] = ..., codec_version: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., absent: _Optional[bool] = ...) -> None: ...
 
 class ExpertReply(_message.Message):
-    __slots__ = ("status", "reason", "queued", "version", "tensors", "payload", "payload_bytes", "wait_s", "kept")
+    __slots__ = ("status", "reason", "queued", "version", "tensors", "payload", "payload_bytes", "wait_s", "kept", "more", "part", "parts")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
@@ -176,6 +178,9 @@ class ExpertReply(_message.Message):
     PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     WAIT_S_FIELD_NUMBER: _ClassVar[int]
     KEPT_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
     status: ExpertStatus
     reason: str
     queued: int
@@ -185,4 +190,7 @@ class ExpertReply(_message.Message):
     payload_bytes: int
     wait_s: float
     kept: bool
-    def __init__(self, status: _Optional[_Union[ExpertStatus, str]] = ..., reason: _Optional[str] = ..., queued: _Optional[int] = ..., version: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorHeader, _Mapping]]] = ..., payload: _Optional[bytes] = ..., payload_bytes: _Optional[int] = ..., wait_s: _Optional[float] = ..., kept: _Optional[bool] = ...) -> None: ...
+    more: _containers.RepeatedCompositeFieldContainer[ExpertReply]
+    part: int
+    parts: int
+    def __init__(self, status: _Optional[_Union[ExpertStatus, str]] = ..., reason: _Optional[str] = ..., queued: _Optional[int] = ..., version: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorHeader, _Mapping]]] = ..., payload: _Optional[bytes] = ..., payload_bytes: _Optional[int] = ..., wait_s: _Optional[float] = ..., kept: _Optional[bool] = ..., more: _Optional[_Iterable[_Union[ExpertReply, _Mapping]]] = ..., part: _Optional[int] = ..., parts: _Optional[int] = ...) -> None: ...

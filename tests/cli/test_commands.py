@@ -113,6 +113,11 @@ def error_text(capsys: pytest.CaptureFixture[str]) -> str:
         (["frob"], "No such command"),
         (["demo", "--volunteers", "99"], "99 is not in the range"),
         (["identity"], "there is no identity file"),
+        (["config", "--run", "bytelm@abc", "daily=1G"], "--run takes the name of a run, like bytelm"),
+        (
+            ["identity", "--import", "copy", "--passphrase-file", "absent"],
+            "swarm: cannot read a passphrase from absent: No such file or directory\n",
+        ),
         (["serve"], "swarm: say what to host: --experts PATTERN, a GRID.toml, or the address of a swarm"),
         (["serve", "a.toml", "b.toml"], "hosts the experts of one grid: give one file"),
         (["serve", "absent.toml"], "swarm: cannot read absent.toml: No such file or directory"),

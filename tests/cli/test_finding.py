@@ -126,6 +126,8 @@ def test_a_name_that_fits_several_runs_says_which() -> None:
     assert second.full_name in str(caught.value)
     assert remembered_entry("bytelm", first.full_name, None, role="train").run == first.full_name
     assert remembered_entry(first.run_id, None, None, role="train").run == first.full_name
+    with pytest.raises(UsageError, match="--run 'other' is another run than bytelm@"):
+        remembered_entry(first.run_id, "other", None, role="train")
 
 
 def test_an_unknown_name_and_a_run_without_known_peers_are_reported_in_one_sentence_each(

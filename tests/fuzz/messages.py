@@ -15,12 +15,13 @@ from averaging.optim.exchange import goodbyes_of
 from averaging.optim.progress.claims import claim_of, read_claim
 from averaging.optim.progress.logic.reports import ProgressReport
 from averaging.reduction.partition import Chunk, Plan
+from moe.protocol.parts import announced_bytes, cut, parts_of
 from swarm.core.ids import Address, Contact
 from swarm.membership.capability import encode
 from swarm.membership.invite import Invite, RunIdentity, Terms, make_invite
 from swarm.net.contacts import contact_from_wire, contact_to_wire
 from swarm.net.membership import RunMembership
-from swarm.wire import group_pb2, peer_pb2, reduce_pb2, run_pb2, state_pb2
+from swarm.wire import expert_pb2, group_pb2, peer_pb2, reduce_pb2, run_pb2, state_pb2
 from tests.averaging.history.peers import IDENTITIES, PEERS, identity, proposal, vote
 from tests.fuzz.making import PEER, Learned, Maker
 
@@ -73,6 +74,7 @@ def _messages() -> list[Message]:
     version = reduce_pb2.Version(chunk=1, attempt=0, contributors=b"\x07", digest=bytes(32))
     answer = group_pb2.SeekAnswer(standing="SEEKING", round_key="a", deadline_s=_NOW_S, now_s=_NOW_S)
     member = group_pb2.GroupMember(contact=_contact(), weight=1.0, bandwidth=1e6, gathered=b"x")
+    tensor = expert_pb2.TensorHeader(payload_bytes=16)
     claim = ProgressReport(epoch=4, samples=100, rate=2.5, at_s=_NOW_S, since_s=_NOW_S - 5.0)
     return [
         reduce_pb2.HeartbeatReply(state=1, reason="late"),
@@ -90,7 +92,33 @@ def _messages() -> list[Message]:
         state_pb2.HistoryReply(goodbyes=[state_pb2.Goodbye(peer=PEERS[1].public_key, signature=bytes(64))]),
         claim_of(claim),
         _contact(),
+        expert_pb2.ExpertRequest(
+            uid="ffn.0",
+            batch=1,
+            tensors=[tensor],
+            payload=bytes(32),
+            more=[expert_pb2.ExpertRequest(tensors=[tensor])],
+        ),
+        expert_pb2.ExpertReply(
+            tensors=[tensor], payload=bytes(32), more=[expert_pb2.ExpertReply(tensors=[tensor])]
+        ),
     ]
+
+
+def _parts(message: Any) -> object:
+    """Read the parts of a request, and cut its payload, as a server does."""
+    parts = parts_of(message)
+    return cut(
+        message.payload, [announced_bytes(one.payload_bytes for one in part.tensors) for part in parts]
+    )
+
+
+def _answers(message: Any) -> object:
+    """Cut the payload of an answer to several requests, as a caller does."""
+    parts = [message, *message.more]
+    return cut(
+        message.payload, [announced_bytes(one.payload_bytes for one in part.tensors) for part in parts]
+    )
 
 
 # type of a message: what decodes it
@@ -110,6 +138,8 @@ DECODERS: dict[type[Message], Callable[[Any], object]] = {
     state_pb2.HistoryReply: goodbyes_of,
     state_pb2.Claim: lambda message: read_claim(message, _NOW_S),
     peer_pb2.Contact: contact_from_wire,
+    expert_pb2.ExpertRequest: _parts,
+    expert_pb2.ExpertReply: _answers,
 }
 _LEARNED = Learned(*_messages())
 

@@ -229,3 +229,19 @@ def test_requests_are_served_once_and_within_limits_under_random_traffic(
                 assert waiting.pop(one.number) is one
         assert batcher.queued == len(waiting)
         assert batcher.queued_cost == pytest.approx(sum(one.cost for one in waiting.values()))
+
+
+def test_withdrawn_requests_leave_no_trace_behind_one_that_waits() -> None:
+    """The order of all queues is a heap, from which removed entries go late: it stays bounded, and right."""
+    batcher = Batcher(BatchLimits(linger_s=10.0, batch_samples_min=4))
+    number = 0
+    assert not batcher.offer(QueuedRequest(0, "first", "a", 1, 8, 1.0), 0.0)
+    for _ in range(5000):
+        number += 1
+        assert not batcher.offer(QueuedRequest(number, "second", "a", 1, 8, 1.0), 0.0)
+        assert batcher.withdraw(number)
+    assert not batcher.offer(QueuedRequest(number + 1, "third", "b", 4, 8, 4.0), 0.0)
+    assert [one.number for one in batcher.take(1.0)] == [number + 1], "it need not wait for others"
+    assert batcher.take(1.0) == []
+    assert [one.number for one in batcher.take(10.0)] == [0]
+    assert batcher.queued == 0

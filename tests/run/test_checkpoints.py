@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -117,7 +118,9 @@ def test_a_checkpoint_that_a_failed_device_prevents_is_reported_and_leaves_no_fi
     emitted: list[Event] = []
     optimizer: Any = FakeOptimizer()
     # `close` writes a last checkpoint and waits for it
-    CheckpointWriter(CheckpointConfig(folder=tmp_path), [], {}, emitted.append).close(optimizer)
+    CheckpointWriter(CheckpointConfig(folder=tmp_path), [], {}, emitted.append).close(
+        optimizer, threading.Event()
+    )
     assert emitted == [Notice(text=f"the checkpoint of epoch 4 was not written: {why}")]
     assert optimizer.view.closed
     assert list(tmp_path.iterdir()) == []
@@ -150,8 +153,74 @@ def test_a_volunteer_that_leaves_does_not_say_that_training_continues(tmp_path: 
     writer.after_epoch(optimizer)
     assert told.wait(30), "the writer's thread says that the first checkpoint was not written"
     Optimizer.epoch = 5
-    writer.close(optimizer)
+    writer.close(optimizer, threading.Event())
     assert len(texts) == 2
     assert texts[0].endswith("; training continues")
     assert "could not be written" in texts[1]
     assert "training continues" not in texts[1]
+
+
+class Disk:
+    """Checkpoints on a disk that writes one only when it may."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, emit: Callable[[Event], None]) -> None:
+        self.begun, self.may_write = threading.Event(), threading.Event()
+        self.state, self.config = saved(folder)
+        with self.state.lock:
+            self.state.mark_changed(8)
+        write = Checkpoints.save
+
+        def save(*arguments: Any) -> Path:
+            self.begun.set()
+            assert self.may_write.wait(60)
+            return write(*arguments)
+
+        monkeypatch.setattr(Checkpoints, "save", save)
+        self.writer = CheckpointWriter(self.config, ["weight"], {}, emit)
+
+    @property
+    def epoch(self) -> int:
+        return self.state.epoch
+
+    def state_view(self) -> Any:
+        return self.state.view()
+
+
+def test_a_run_that_has_ended_is_saved_however_long_that_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression test: the result of a run of a large model that ended before its first periodic checkpoint
+    was lost, without a word.
+    """
+    monkeypatch.setattr("swarm.run.checkpoints._FINAL_S_MAX", 0.0)
+    disk = Disk(tmp_path / "run", monkeypatch, lambda event: None)
+    optimizer: Any = disk
+    closing = threading.Thread(target=disk.writer.close, args=(optimizer, threading.Event()))
+    closing.start()
+    assert disk.begun.wait(60)
+    assert closing.is_alive()
+    disk.may_write.set()
+    closing.join(60)
+    assert Checkpoints(tmp_path / "run").newest_epoch() == 8
+
+
+def test_who_is_asked_to_end_waits_for_no_slow_disk_and_says_what_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swarm.run.checkpoints._FINAL_S_MAX", 0.0)
+    emitted: list[Event] = []
+    disk = Disk(tmp_path / "run", monkeypatch, emitted.append)
+    optimizer: Any = disk
+    stop = threading.Event()
+    closing = threading.Thread(target=disk.writer.close, args=(optimizer, stop))
+    closing.start()
+    assert disk.begun.wait(60)
+    stop.set()
+    closing.join(60)
+    assert not closing.is_alive()
+    [notice] = emitted
+    assert isinstance(notice, Notice)
+    assert notice.text == (
+        "epoch 8 is not saved: a checkpoint takes this machine longer than 0 s; there is none yet"
+    )
+    disk.may_write.set()

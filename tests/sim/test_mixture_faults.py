@@ -184,11 +184,12 @@ def test_backward_raises_when_backward_k_min_is_not_met(swarm: ExpertSwarm) -> N
 def test_duplicated_messages_train_once() -> None:
     with ExpertSwarm(seed=9) as swarm:
         servers = serve_rows(swarm, learning_rate=0.1)
-        layer, x = layer_of(swarm), batch()
+        # one expert of each server, since messages to several are streams, which repeat nothing
+        layer, x = layer_of(swarm, grid="ffn.[0:4].[0:1]"), batch()
         swarm.network.config = type(swarm.network.config)(delay_s=0.005, duplication=1.0)
         output_of(layer, x).sum().backward()  # type: ignore[no-untyped-call]
         swarm.sleep(1.0)
-        assert sum(server.backwards.total() for server in servers) > 16
+        assert sum(server.backwards.total() for server in servers) > 4
         assert {version for server in servers for version in server.versions.values()} == {1}
 
 

@@ -16,8 +16,9 @@ from moe.client.replicas.calling import ReplicaCalls
 from moe.protocol.calls import GradientPass
 from moe.protocol.declarations import Directory
 from moe.protocol.names import ExpertUid
-from moe.server.hosting import INPUT_LIMITS, HostingService
+from moe.server.hosting import HostingService
 from moe.server.logic.caller_cache import CallerCache
+from moe.server.pass_runner import INPUT_LIMITS
 from swarm.core.errors import NotEnoughPeers, UsageError
 from tests.wire.expert_pair import UID, expert, gated, network, pair, sgd
 
@@ -131,7 +132,9 @@ def test_inputs_are_sent_again_only_when_the_server_no_longer_has_them(forgets: 
         mirror = x.detach().clone().requires_grad_()
         y = remote(x)
         if forgets == "all":
-            two.host.service(HostingService).input_cache = CallerCache(INPUT_LIMITS, lambda caller: False)
+            two.host.service(HostingService).runner.input_cache = CallerCache(
+                INPUT_LIMITS, lambda caller: False
+            )
         y.sum().backward()
         module(mirror.clone()).sum().backward()
         assert x.grad is not None
@@ -140,7 +143,7 @@ def test_inputs_are_sent_again_only_when_the_server_no_longer_has_them(forgets: 
         assert two.server.statistics().experts["ffn.0"].refusals == (
             {} if forgets == "nothing" else {"EXPERT_FORGOTTEN": 1}
         )
-        assert not two.host.service(HostingService).input_cache.size_bytes
+        assert not two.host.service(HostingService).runner.input_cache.size_bytes
 
 
 def test_calling_an_expert_that_nobody_hosts_raises() -> None:

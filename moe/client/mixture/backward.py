@@ -151,7 +151,7 @@ class BackwardPass:
     ) -> BackwardReply | SwarmError:
         inputs, expert_gradients = (await selected)[number]
         try:
-            tensors = GradientPass(inputs, expert_gradients, self._options.staleness_max)
+            tensors = GradientPass(inputs, expert_gradients, self._options.staleness_max, together=True)
             return await self._calls.backward(
                 result, tensors, deadline_s=deadline_s, codecs=self._options.codecs
             )

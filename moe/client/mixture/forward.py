@@ -215,7 +215,9 @@ class ForwardPass:
         include_avoided_since_s: float | None,
     ) -> ForwardResult | SwarmError:
         inputs = (await selected)[part]
-        call = ForwardCall(uid, self._replicas[uid], inputs, self._keep, include_avoided_since_s)
+        call = ForwardCall(
+            uid, self._replicas[uid], inputs, self._keep, include_avoided_since_s, together=True
+        )
         try:
             return await self._calls.forward(call, deadline_s=self._deadline_s, codecs=self._options.codecs)
         except SwarmError as error:

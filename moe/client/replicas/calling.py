@@ -25,6 +25,7 @@ from moe.protocol.calls import (
     BackwardReply,
     ExpertCalls,
     ExpertClient,
+    ForwardOptions,
     ForwardReply,
     GradientPass,
     WireCodecs,
@@ -86,6 +87,7 @@ class ForwardCall:
     # also ask avoided replicas, except those that failed since this time
     include_avoided_since_s: float | None = None
     attempts_max: int = ATTEMPTS_MAX  # replicas that are asked
+    together: bool = False  # share a message with others of the same turn of the event loop
 
 
 class ReplicaCalls:
@@ -257,10 +259,10 @@ class ReplicaCalls:
         schema = await self.calls.schema_of(
             result.replica, result.uid, timeout_s=deadline_s - self.clock.monotonic_s()
         )
-        tensors = GradientPass(
-            cast_to_schema(schema.input_leaves, tensors.inputs),
-            cast_to_schema(schema.gradient_leaves, tensors.gradients),
-            tensors.staleness_max,
+        tensors = replace(
+            tensors,
+            inputs=cast_to_schema(schema.input_leaves, tensors.inputs),
+            gradients=cast_to_schema(schema.gradient_leaves, tensors.gradients),
         )
         for left in range(_REPEATS_MAX, -1, -1):
             timeout_s = (deadline_s - self.clock.monotonic_s()) * (_WAIT_SHARE if left else 1.0)
@@ -316,7 +318,12 @@ class ReplicaCalls:
             inputs = cast_to_schema(schema.input_leaves, call.inputs)
             timeout_s = deadline_s - self.clock.monotonic_s()
             reply = await self.calls.forward(
-                replica, call.uid, inputs, timeout_s=timeout_s, codecs=codecs, keep=call.keep
+                replica,
+                call.uid,
+                inputs,
+                timeout_s=timeout_s,
+                codecs=codecs,
+                options=ForwardOptions(call.keep, call.together),
             )
         except SwarmError as error:
             self._record_failure(call.uid, replica, error)
@@ -383,7 +390,10 @@ def cast_to_schema(leaves: Sequence[Leaf], tensors: Sequence[TensorT]) -> list[T
         return list(tensors)  # the schema check refuses it with a message
     return [
         tensor.to(leaf.dtype)
-        if tensor is not None and tensor.is_floating_point() and leaf.is_floating
+        if tensor is not None
+        and tensor.dtype != leaf.dtype
+        and tensor.is_floating_point()
+        and leaf.is_floating
         else tensor
         for leaf, tensor in zip(leaves, tensors, strict=True)
     ]

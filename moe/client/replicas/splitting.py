@@ -10,14 +10,17 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from moe.client.replicas.together import run_together
 from moe.protocol.calls import (
+    DEFAULT_OPTIONS,
     UNCOMPRESSED,
     BackwardReply,
     ExpertCalls,
+    ForwardOptions,
     ForwardReply,
     GradientPass,
     WireCodecs,
@@ -61,7 +64,7 @@ class SplitCalls:
         *,
         timeout_s: float,
         codecs: WireCodecs = UNCOMPRESSED,
-        keep: bool = False,
+        options: ForwardOptions = DEFAULT_OPTIONS,
     ) -> ForwardReply:
         """Run a forward pass, as `ExpertCalls.forward` does. Raises ExpertRefused also when the server takes
         so few samples at a time that the batch would become more than PARTS_MAX requests.
@@ -74,7 +77,9 @@ class SplitCalls:
 
         async def run(part: Sequence[torch.Tensor]) -> ForwardReply:
             left_s = deadline_s - asyncio.get_running_loop().time()
-            return await self._calls.forward(replica, uid, part, timeout_s=left_s, codecs=codecs, keep=keep)
+            # of a batch that is cut, the server computes one part while the answer to another travels
+            own = options if size == samples else replace(options, together=False)
+            return await self._calls.forward(replica, uid, part, timeout_s=left_s, codecs=codecs, options=own)
 
         for left in range(_LIMITS_LEARNED_MAX, -1, -1):
             if samples > size * PARTS_MAX:
@@ -166,12 +171,7 @@ def _samples_that_fit(schema: ExpertSchema) -> int:
     fit into one call.
     """
     padding = ALIGNMENT * (len(schema.input_leaves) + len(schema.output_leaves))
-    sent = sum(leaf.sample_bytes for leaf in (*schema.input_leaves, *schema.gradient_leaves))
-    received = max(
-        sum(leaf.sample_bytes for leaf in schema.output_leaves),
-        sum(leaf.sample_bytes for leaf in schema.input_gradient_leaves),
-    )
-    return max((PAYLOAD_BYTES_MAX - padding) // max(sent, received, 1), 1)
+    return max((PAYLOAD_BYTES_MAX - padding) // max(schema.sample_bytes_max, 1), 1)
 
 
 def _joined_forward(parts: Sequence[ForwardReply], size: int) -> ForwardReply:

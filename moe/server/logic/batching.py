@@ -24,6 +24,7 @@ from swarm.core.errors import UsageError
 # a limit set by memory grows by 1/64 with each successful batch: it doubles in 45 batches
 _RECOVERY = 64
 _RATES_MAX = 1024  # queues whose batches' times are remembered; the one that began first is forgotten
+_REMOVED_MAX = 1024  # entries of removed requests in the heap of all queues
 _IDLE_CALLERS_MAX = 1024  # without waiting requests whose virtual ends are remembered
 # of the samples per second of the best class. Larger: more delay for little throughput
 _RATE_SHARE_MIN = 0.8
@@ -153,6 +154,8 @@ class Batcher:
         self.queued_cost = 0.0
         self._queues: dict[Hashable, _Queue] = {}  # queues that have requests
         self._queue_of: dict[int, Hashable] = {}
+        # a heap of (virtual start, number) of all queues; entries of removed requests stay in it
+        self._order: list[tuple[float, int]] = []
         self._waiting_by_caller: dict[Hashable, int] = {}  # number of waiting requests
         self._virtual_ends: dict[Hashable, float] = {}  # the virtual end of each caller's last request
         self._virtual_time = 0.0
@@ -206,6 +209,10 @@ class Batcher:
         heapq.heappush(queue.order, (start, request.number))
         queue.samples += request.samples
         self._queue_of[request.number] = request.queue
+        heapq.heappush(self._order, (start, request.number))
+        if len(self._order) > 2 * len(self._queue_of) + _REMOVED_MAX:
+            self._order = [entry for entry in self._order if entry[1] in self._queue_of]
+            heapq.heapify(self._order)
         self._waiting_by_caller[request.caller] = self._waiting_by_caller.get(request.caller, 0) + 1
         self._strangers_queued += request.is_stranger
         self._strangers_bytes += request.size_bytes if request.is_stranger else 0
@@ -224,10 +231,10 @@ class Batcher:
         """Return the next batch, all of one queue and in the order of their turns; [] when none is due
         yet.
         """
-        due = [(queue.head(), key) for key, queue in self._queues.items() if self._is_due(key, queue, now_s)]
-        if not due:
+        first = self._first_due(now_s)
+        if first is None:
             return []
-        (start, _), key = min(due, key=lambda one: one[0])
+        start, key = first
         self._virtual_time = max(self._virtual_time, start)
         queue, batch, samples = self._queues[key], list[QueuedRequest](), 0
         samples_max = min(self.samples_max(key), self._samples_worth(key))
@@ -278,6 +285,22 @@ class Batcher:
             for key, queue in self._queues.items()
         ]
         return min(times, default=None)
+
+    def _first_due(self, now_s: float) -> tuple[float, Hashable] | None:
+        """Return the virtual start and the queue of the next batch; None when none is due yet."""
+        while self._order and self._order[0][1] not in self._queue_of:
+            heapq.heappop(self._order)
+        if not self._order:
+            return None
+        start, number = self._order[0]
+        key = self._queue_of[number]
+        if self._is_due(key, self._queues[key], now_s):
+            return start, key
+        due = [(queue.head(), key) for key, queue in self._queues.items() if self._is_due(key, queue, now_s)]
+        if not due:
+            return None
+        (start, _), key = min(due, key=lambda one: one[0])
+        return start, key
 
     def _is_due(self, key: Hashable, queue: _Queue, now_s: float) -> bool:
         return self._is_enough(key, queue) or queue.oldest_s() + self.limits.linger_s <= now_s

@@ -1,0 +1,298 @@
+"""Requests of experts that share a message, with a stand-in for the network."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, cast
+
+import pytest
+import torch
+
+from moe.protocol.declarations import ExpertReplica
+from moe.protocol.merging import MergedRequests, Part, shared_messages
+from moe.protocol.parts import PARTS_BYTES_MAX, PARTS_MAX, announced_bytes, cut, parts_of
+from moe.protocol.tensors import TensorPayload
+from swarm.core.errors import NetworkError, PeerError
+from swarm.core.ids import Address, Contact
+from swarm.net.channels import Channels
+from swarm.runtime.supervise import Supervisor
+from swarm.testing.identities import SeededIdentity
+from swarm.testing.virtual_loop import VirtualLoop
+from swarm.wire import expert_pb2
+from swarm.wire.expert_pb2 import ExpertReply, ExpertRequest, TensorHeader
+
+SIZE = 32
+REPLICA = ExpertReplica(Contact(SeededIdentity("server").peer_id, (Address("127.0.0.1", 9),)), bytes(32))
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    with asyncio.Runner(loop_factory=lambda: VirtualLoop(3600.0)) as runner:
+        runner.run(work)
+
+
+def part(name: str, *, size: int = SIZE, reply_bytes: int = SIZE, timeout_s: float = 10.0) -> Part:
+    request = ExpertRequest(uid=name, batch=1, tensors=[TensorHeader(payload_bytes=size)])
+    payload = TensorPayload(0, 0, (name[-1:] * size).encode())
+    return Part(request, [payload], reply_bytes, 1, asyncio.get_running_loop().time() + timeout_s)
+
+
+def answers_to(message: ExpertRequest, payload: bytes) -> list[ExpertReply]:
+    """Return an answer to every request of a message: its own tensors, in capitals."""
+    requests = parts_of(message)
+    sizes = [announced_bytes(one.payload_bytes for one in part.tensors) for part in requests]
+    return [
+        ExpertReply(
+            tensors=one.tensors, reason=one.uid, payload=bytes(cast(memoryview, own)).upper(), part=number
+        )
+        for number, (one, own) in enumerate(zip(requests, cut(payload, sizes), strict=True))
+    ]
+
+
+def in_one(replies: list[ExpertReply], parts: int) -> list[bytes]:
+    """Return the messages of a stream that give these answers together."""
+    payload = b"".join(reply.payload for reply in replies)
+    for reply in replies:
+        reply.ClearField("payload")
+        reply.parts = parts
+    first = replies[0]
+    first.more.extend(replies[1:])
+    first.payload_bytes = len(payload)
+    return [first.SerializeToString(), payload]
+
+
+def all_at_once(replies: list[ExpertReply]) -> list[bytes]:
+    return in_one(replies, len(replies))
+
+
+class Server:
+    """A stand-in for `Channels`. A call is answered after a second; `answer` gives the messages of a stream,
+    each of which comes a second after the one before.
+    """
+
+    def __init__(self, answer: Callable[[list[ExpertReply]], list[bytes]] = all_at_once) -> None:
+        self.answer = answer
+        self.messages: list[list[str]] = []  # names of the experts of each message
+        self.cancelled = 0
+        self.requests = MergedRequests(cast(Channels, self), Supervisor())
+
+    async def call(
+        self, contact: Contact, method: object, request: ExpertRequest, *, timeout_s: float
+    ) -> ExpertReply:
+        self.messages.append([request.uid])
+        await asyncio.sleep(1.0)
+        return answers_to(ExpertRequest.FromString(request.SerializeToString()), request.payload)[0]
+
+    @contextlib.asynccontextmanager
+    async def open_stream(self, *_: object, **options: object) -> AsyncIterator[ServerStream]:
+        try:
+            yield ServerStream(self)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+
+    async def ask(self, name: str, **options: Any) -> str:
+        """Send a request, and return the payload of its answer."""
+        reply, payload = await self.requests.send_together(REPLICA, part(name, **options))
+        assert reply.reason == name
+        raw = payload.numpy().tobytes() if isinstance(payload, torch.Tensor) else bytes(payload)
+        return raw.decode()
+
+
+class ServerStream:
+    """The caller's end of a stream to `Server`."""
+
+    peer_id = REPLICA.peer_id
+
+    def __init__(self, server: Server) -> None:
+        self._server, self._sent = server, list[bytes]()
+        self._has_all = asyncio.Event()
+        self._answers: list[bytes] | None = None
+
+    async def send(self, message: bytes) -> None:
+        self._sent.append(message)
+
+    async def finish(self) -> None:
+        request = ExpertRequest.FromString(self._sent[0])
+        self._server.messages.append([one.uid for one in parts_of(request)])
+        self._replies = answers_to(request, b"".join(self._sent[1:]))
+        self._has_all.set()
+
+    async def receive(self) -> bytes | None:
+        await self._has_all.wait()
+        await asyncio.sleep(1.0)
+        if self._answers is None:
+            self._answers = self._server.answer(self._replies)
+        return self._answers.pop(0) if self._answers else None
+
+
+def test_requests_of_one_turn_share_a_message_and_each_gets_its_own_answer() -> None:
+    async def scenario() -> None:
+        server = Server()
+        answers = await asyncio.gather(*(server.ask(f"ffn.{name}") for name in "abc"))
+        assert answers == ["A" * SIZE, "B" * SIZE, "C" * SIZE]
+        assert server.messages == [["ffn.a", "ffn.b", "ffn.c"]]
+        assert await server.ask("ffn.d") == "D" * SIZE
+        assert server.messages[1:] == [["ffn.d"]]
+        await asyncio.gather(*(server.requests.send(REPLICA, part(f"ffn.{name}")) for name in "ef"))
+        assert server.messages[2:] == [["ffn.e"], ["ffn.f"]], "these are not made together"
+
+    run(scenario())
+
+
+def test_a_message_has_bounded_parts_and_bytes_and_parts_of_one_deadline() -> None:
+    async def scenario() -> None:
+        assert [len(one) for one in shared_messages([part("a") for _ in range(150)])] == [64, 64, 22]
+        half = PARTS_BYTES_MAX // 2
+        for options in ({"size": half}, {"reply_bytes": half}):
+            assert [len(one) for one in shared_messages([part("a", **options) for _ in range(5)])] == [
+                2,
+                2,
+                1,
+            ]
+        assert [len(one) for one in shared_messages([part("a", size=2 * half), part("b")])] == [1, 1]
+        mixed = [part(str(number), timeout_s=10.0 + 5.0 * (number % 2)) for number in range(6)]
+        found = shared_messages(mixed)
+        assert [[one.request.uid for one in parts] for parts in found] == [["0", "2", "4"], ["1", "3", "5"]]
+        long_names = [part("x" * 4000) for _ in range(60)]
+        sizes = [sum(one.request.ByteSize() for one in parts) for parts in shared_messages(long_names)]
+        assert max(sizes) <= 64 << 10
+        assert len(sizes) == 4
+
+    run(scenario())
+
+
+def test_an_older_server_gets_single_requests() -> None:
+    def refuse(replies: list[ExpertReply]) -> list[bytes]:
+        text = "32 bytes of tensors should follow, not 64"
+        return [ExpertReply(status=expert_pb2.EXPERT_REFUSED, reason=text).SerializeToString()]
+
+    async def scenario() -> None:
+        server = Server(refuse)
+        for _ in range(2):
+            answers = await asyncio.gather(*(server.ask(f"ffn.{name}") for name in "ab"))
+            assert answers == ["A" * SIZE, "B" * SIZE]
+        assert server.messages == [["ffn.a", "ffn.b"], *[["ffn.a"], ["ffn.b"]] * 2]
+
+    run(scenario())
+
+
+def test_answers_that_come_earlier_are_not_kept_by_later_ones() -> None:
+    def one_by_one(replies: list[ExpertReply]) -> list[bytes]:
+        return [message for reply in reversed(replies) for message in in_one([reply], len(replies))]
+
+    async def scenario() -> None:
+        server, came = Server(one_by_one), list[str]()
+
+        async def ask(name: str) -> None:
+            assert await server.ask(f"ffn.{name}") == name.upper() * SIZE
+            came.append(f"{name} after {asyncio.get_running_loop().time() - begun_s:.0f} s")
+
+        begun_s = asyncio.get_running_loop().time()
+        await asyncio.gather(*map(ask, "abc"))
+        assert came == ["c after 2 s", "b after 4 s", "a after 6 s"]
+        assert server.messages == [["ffn.a", "ffn.b", "ffn.c"]]
+
+    run(scenario())
+
+
+def test_a_caller_that_is_cancelled_ends_the_message_only_when_it_was_the_last() -> None:
+    async def scenario() -> None:
+        server, loop = Server(), asyncio.get_running_loop()
+        calls = [loop.create_task(server.ask(f"ffn.{name}")) for name in "abc"]
+        await asyncio.sleep(0.5)
+        calls[0].cancel()
+        await asyncio.sleep(0.1)
+        assert not server.cancelled
+        assert await asyncio.gather(*calls[1:]) == ["B" * SIZE, "C" * SIZE]
+        calls = [loop.create_task(server.ask(f"ffn.{name}")) for name in "abc"]
+        await asyncio.sleep(0.5)
+        for call in calls:
+            call.cancel()
+        await asyncio.sleep(0.1)
+        assert server.cancelled == 1
+        first, second = (loop.create_task(server.ask(f"ffn.{name}")) for name in "ab")
+        loop.call_soon(first.cancel)  # while it gathers
+        assert await second == "B" * SIZE
+
+    run(scenario())
+
+
+def test_each_caller_gets_the_error_of_a_message_for_itself() -> None:
+    def fail(replies: list[ExpertReply]) -> list[bytes]:
+        raise NetworkError("the connection broke")
+
+    async def scenario() -> None:
+        server = Server(fail)
+        found = await asyncio.gather(*(server.ask(f"ffn.{name}") for name in "ab"), return_exceptions=True)
+        assert all(isinstance(error, NetworkError) for error in found)
+        assert {str(error) for error in found} == {"the connection broke"}
+        assert found[0] is not found[1]
+
+    run(scenario())
+
+
+def shorter(replies: list[ExpertReply]) -> list[bytes]:
+    first, payload = all_at_once(replies)
+    return [first, payload[1:]]
+
+
+def twice(replies: list[ExpertReply]) -> list[bytes]:
+    replies[1].part = 0
+    return all_at_once(replies)
+
+
+def unknown(replies: list[ExpertReply]) -> list[bytes]:
+    replies[1].part = 2
+    return all_at_once(replies)
+
+
+def larger(replies: list[ExpertReply]) -> list[bytes]:
+    replies[0].tensors[0].payload_bytes = 1 << 40
+    return all_at_once(replies)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (shorter, "announced 64 bytes and sent 63"),
+        (twice, "answers requests that wait for no answer"),
+        (unknown, "answers requests that wait for no answer"),
+        (larger, "at most 64 fit the experts' schemas"),
+        (lambda replies: [], "did not answer a call of ffn.a"),
+        (lambda replies: [b"\xff"], "something that is not an ExpertReply"),
+    ],
+)
+def test_an_answer_that_does_not_fit_fails_all_that_wait(
+    answer: Callable[[list[ExpertReply]], list[bytes]], said: str
+) -> None:
+    async def scenario() -> None:
+        server = Server(answer)
+        found = await asyncio.gather(*(server.ask(f"ffn.{name}") for name in "ab"), return_exceptions=True)
+        assert all(isinstance(error, PeerError) and said in str(error) for error in found)
+
+    run(scenario())
+
+
+def test_malformed_messages_are_refused_with_the_reason() -> None:
+    single = ExpertRequest(uid="ffn.0", payload=b"x")
+    assert parts_of(single) == [single]
+    with pytest.raises(PeerError, match="at most 64 requests to experts share a message, not 65"):
+        parts_of(ExpertRequest(more=[ExpertRequest()] * PARTS_MAX))
+    assert len(parts_of(ExpertRequest(more=[ExpertRequest()] * (PARTS_MAX - 1)))) == PARTS_MAX
+    for part_of_its_own in (
+        ExpertRequest(payload=b"x"),
+        ExpertRequest(payload_bytes=1),
+        ExpertRequest(more=[ExpertRequest()]),
+    ):
+        with pytest.raises(PeerError, match="request 3 of 3 in a message has requests or a payload"):
+            parts_of(ExpertRequest(payload=b"x", more=[ExpertRequest(), part_of_its_own]))
+
+
+def test_a_payload_is_cut_where_its_parts_end() -> None:
+    assert announced_bytes([1, 16, 0, 17]) == 16 + 16 + 0 + 32
+    assert [bytes(cast(memoryview, one)) for one in cut(b"abcdef", [2, 0, 4])] == [b"ab", b"", b"cdef"]
+    for sizes in ([2, 3], [7], [1 << 64, 6]):
+        with pytest.raises(PeerError, match="the payload has 6 bytes, not"):
+            cut(b"abcdef", sizes)
