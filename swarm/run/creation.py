@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from typing import Any
 
 from swarm.core.backoff import Backoff
 from swarm.core.clock import Clock
@@ -23,8 +24,8 @@ async def create_run(
 
     If the swarm already has a run of this owner and name, an unchanged specification keeps its version and
     creation time, and a changed one becomes the next version. If the swarm has forgotten the run, it is
-    created again with a version above that of every copy that members may still have on disk. What the owner
-    has revoked stays revoked.
+    created again with a version above that of every copy that members may still have on disk, and is not over
+    any more. What `swarm change` has set otherwise and the file lacks stays as it was, in both cases.
 
     Raises UsageError if the recovery key gave the run to another owner.
     """
@@ -39,8 +40,8 @@ async def create_run(
     except PeerError:
         last = newest(await directory.stored(run_id))
         _check_owner(last, owner)
-        if last is not None:  # an invite that was revoked must not be valid again
-            specification = specification.model_copy(update={"revoked": last.specification.revoked})
+        if last is not None:  # among others, an invite that was revoked must not be valid again
+            specification = specification.model_copy(update={**_kept(last, specification), "ended": False})
         signed = sign(
             specification,
             owner,
@@ -54,9 +55,7 @@ async def create_run(
         if stored is not None:
             known = newest([known], held=stored) or known
         _check_owner(known, owner)
-        # Settings made with `swarm change` are not in the file. They stay until `swarm change` resets them.
-        changed = {key: getattr(known.specification, key) for key in specification.OWNERS_KEYS}
-        specification = specification.model_copy(update=changed)
+        specification = specification.model_copy(update=_kept(known, specification))
         if known.specification == specification:
             signed = known
         else:
@@ -69,6 +68,13 @@ async def create_run(
             )
     await directory.publish(signed)
     return signed, new
+
+
+def _kept(known: SignedSpecification, specification: AnySpecification) -> dict[str, Any]:
+    """Return the settings made with `swarm change`, which are not in the file. They stay until `swarm change`
+    resets them.
+    """
+    return {key: getattr(known.specification, key) for key in specification.OWNERS_KEYS}
 
 
 def _stored_run(

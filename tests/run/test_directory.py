@@ -201,13 +201,15 @@ def _renew_once(
     asyncio.run(once())
 
 
-def test_a_run_that_the_swarm_forgot_is_created_again_with_its_revocations(tmp_path: Path) -> None:
+def test_a_run_that_the_swarm_forgot_is_created_again_with_what_its_owner_has_changed(tmp_path: Path) -> None:
+    """Regression test: only revocations stayed, so a banned peer was back when all had left once."""
     owner, revoked = Identity.generate(), str(Identity.generate().peer_id)
+    banned = str(Identity.generate().peer_id)
+    changed = {"revoked": (revoked,), "banned": (banned,), "message": "thank you", "ended": True}
     store = SpecificationStore(tmp_path)
-    store.save(
-        sign(specification().model_copy(update={"revoked": (revoked,)}), owner, version=4, created_s=1.0)
-    )
+    store.save(sign(specification().model_copy(update=changed), owner, version=4, created_s=1.0))
     view = FakeDht().as_peer(owner.peer_id)
     directory = RunDirectory(view, clock=FixedClock(), rng=random.Random(0), store=store)
     again, new = asyncio.run(create_run(directory, specification(), owner, FixedClock()))
-    assert (again.version, new, again.specification.revoked) == (5, True, (revoked,))
+    kept = specification().model_copy(update={**changed, "ended": False})
+    assert (again.version, new, again.specification) == (5, True, kept)
