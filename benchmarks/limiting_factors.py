@@ -164,6 +164,12 @@ LIMITED_BY: dict[str, str] = {
     "links-1gbit-20ms-256mib-float16-tcp": _GIGABIT,
     "experts-small": _EXPERT_CALL,
     "experts-train": _EXPERT_PASS,
+    "experts-256-nop-512": (
+        "processor time of the trainer: by a profile its network thread takes 145 ms for the 512 calls, "
+        "spread over Python and small operations of torch without a single large part; each server takes 53 "
+        "ms. Requests to one server share a message (docs/decisions/0070), which saves more where the cores "
+        "are busy than here."
+    ),
     "experts-memory": (
         "no growth without end: over 15,000 passes the caller stayed at 197 MB, and the server went up and "
         "down between 394 and 585 MB, with the answers that it keeps (at most 128 MiB) and what the "
