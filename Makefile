@@ -54,9 +54,10 @@ demo: install
 
 # Two files at a time: most tests over sockets wait rather than compute. Tests that measure time come last, alone; 5: ARGS chose none of these.
 QUICK := not chaos and not slow and not simulation and not network_namespaces
+TIMED = $(shell grep -rl --include='test_*.py' 'pytest.mark.timing' tests)
 test: install-dev
 	$(BIN)/python -m pytest -m "$(QUICK) and not timing" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS) || [ $$? = 5 ]
-	$(BIN)/python -m pytest -m "$(QUICK) and timing" $(ARGS) || [ $$? = 5 ]
+	$(BIN)/python -m pytest -m "$(QUICK) and timing" $(or $(ARGS),$(TIMED)) || [ $$? = 5 ]
 
 # Runs with the machine's own packages, and makes no environment: PYTHON has a CUDA build of torch, and WHEELS is a folder with what else is
 # missing there. Another OUT: where the report goes. SWARM_GPU_DEVICE=cpu tries everything at small sizes on the host.
