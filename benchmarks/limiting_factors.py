@@ -84,9 +84,8 @@ _CROWD = (
 )
 _MEMBERSHIP = (
     "the peers of this run compute nothing: all their processor time is that of the protocol, 0.1 s for an "
-    "epoch of 1 s. The functions of membership take 1.3 % of it, without the time of the profiler, since "
-    "roles are looked up and the members near a key are sorted once (measured on a loaded machine; this "
-    "figure is older): a third are the lookups of roles for each call."
+    "epoch of 1 s. By a profile a third of the share of membership are the lookups of roles for each call, "
+    "each as long as the profiler resolves, and a fifth the members near the keys of the DHT."
 )
 
 _NEWCOMERS = (
