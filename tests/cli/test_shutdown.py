@@ -45,11 +45,11 @@ class Something: pass
 
 blocked = threading.Event()
 with Shutdown(interrupt_s=0.1, abandon_s=60.0):
-    signal.raise_signal(signal.SIGINT)
-    something = Something()
-    reference = weakref.ref(something, lambda _: signal.raise_signal(signal.SIGINT))
-    del something
     try:
+        signal.raise_signal(signal.SIGINT)
+        something = Something()
+        reference = weakref.ref(something, lambda _: signal.raise_signal(signal.SIGINT))
+        del something
         blocked.wait(60.0)
     finally:
         blocked.wait(0.5)
