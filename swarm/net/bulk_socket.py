@@ -247,7 +247,7 @@ class BulkSocket:
         def now() -> None:
             self._watch_timer = None
             if self._is_watched and self._readable is None:
-                # anew, because uvloop tells of a reset once, which may have been together with a message
+                # begin again: uvloop tells of a reset once, which may have been together with a message
                 self._loop.remove_reader(self._socket)
                 self._is_watched = False
             self.watch()
