@@ -5,6 +5,7 @@ local network. Also announce the runs of volunteers there.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ from swarm.cli.invite import owners_invite
 from swarm.cli.paths import control_folder, default_identity, specifications_folder
 from swarm.cli.render.output import Output, Result
 from swarm.core.errors import NetworkError, UsageError
-from swarm.core.identity import Identity, IdentityInUse
+from swarm.core.home import user_path
+from swarm.core.identity import Identity, IdentityInUse, MissingIdentity
 from swarm.core.ids import RUN_NAME, Contact
 from swarm.core.wording import counted
 from swarm.membership.capability import Role
@@ -255,8 +257,10 @@ def _invited_entry(
     from swarm.run.membership import identity_of, load_capability
 
     in_use: IdentityInUse | None = None
-    user = default_identity() if identity is None else Path(identity).expanduser()
-    kept = [(user, Identity.read(user))] if identity != NEW and user.exists() else []
+    user = default_identity() if identity is None else user_path(identity)
+    kept: list[tuple[Path, Identity]] = []
+    with contextlib.suppress(MissingIdentity):
+        kept = [(user, Identity.read(user))] if identity != NEW else []
     if role == "observe" and any(own.peer_id == signed.owner for _, own in kept):
         (_, owner), *_ = kept
         return RunEntry((owners_invite(identity_of(signed), owner).text(), *addresses), signed.full_name, NEW)

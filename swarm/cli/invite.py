@@ -6,7 +6,6 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,6 +16,7 @@ from swarm.cli.identity import read_invited
 from swarm.cli.paths import control_folder, default_identity, specifications_folder
 from swarm.cli.render import print_result
 from swarm.core.errors import SwarmError, UsageError
+from swarm.core.home import user_path
 from swarm.core.identity import Identity
 from swarm.core.ids import Contact, PeerId
 from swarm.core.wording import counted, duration
@@ -144,7 +144,7 @@ def _issuer(signed: SignedSpecification, choice: str | None) -> tuple[Identity, 
     def held(one: Identity) -> Grants:
         return load_capability(specifications_folder(), signed.run_id, one.peer_id)
 
-    own = Path(choice).expanduser() if choice else default_identity()
+    own = user_path(choice) if choice else default_identity()
     if choice is None:
         kept = [Identity.read(own)] if own.exists() else []
         for one in itertools.chain(kept, (one for _, one in read_invited())):

@@ -77,6 +77,13 @@ def error_text(capsys: pytest.CaptureFixture[str]) -> str:
             ["start", str(ROOT / "examples" / "bytelm.toml"), "--recovery-key", "absent"],
             "swarm: --recovery-key takes a PeerID or an identity file, and there is no file absent",
         ),
+        (["recover", "nonsense", "--recovery-key", "~no-such-user/key"], "there is no such home folder"),
+        (
+            ["start", str(ROOT / "examples" / "bytelm.toml"), "--recovery-key", "x" * 300],
+            "cannot use the identity file xxx",
+        ),
+        (["identity", "--identity", "x" * 300], "cannot use the identity file xxx"),
+        (["change", "nonsense", "--end", "--identity", "~no-such-user/key"], "there is no such home folder"),
         (
             ["start", str(ROOT / "examples" / "grid.toml")],
             "grid.toml describes a grid of experts: it is a file for `swarm serve`",
