@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from swarm.cli.control import Control
 from swarm.cli.identity import NEW, read_invited
-from swarm.cli.invite import owners_invite
+from swarm.cli.invite import OWN_OBSERVER_S, owners_invite
 from swarm.cli.paths import control_folder, default_identity, specifications_folder
 from swarm.cli.render.output import Output, Result
 from swarm.core.errors import NetworkError, UsageError
@@ -263,7 +263,8 @@ def _invited_entry(
         kept = [(user, Identity.read(user))] if identity != NEW else []
     if role == "observe" and any(own.peer_id == signed.owner for _, own in kept):
         (_, owner), *_ = kept
-        return RunEntry((owners_invite(identity_of(signed), owner).text(), *addresses), signed.full_name, NEW)
+        own_invite = owners_invite(identity_of(signed), owner, OWN_OBSERVER_S)
+        return RunEntry((own_invite.text(), *addresses), signed.full_name, NEW)
     for file, own in itertools.chain(kept, read_invited() if identity is None else ()):
         held = load_capability(specifications_folder(), signed.run_id, own.peer_id)
         if not held or role not in (*held[-1].roles, "observe"):
