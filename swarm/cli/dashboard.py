@@ -58,7 +58,9 @@ def dashboard(run: str, addresses: tuple[str, ...], identity: str | None, once: 
     """
     from swarm.monitor.watching import Watch, WatchConfig
 
-    owner = read_owner(identity, "the dashboard is for the owner of a run")
+    owner = read_owner(
+        identity, "the dashboard is for the owner of a run (others watch it with `swarm monitor`)"
+    )
     own = Identity.generate()
     entries = tuple(owners_entries(run, addresses, owner, own.peer_id, lifetime_s=OWN_OBSERVER_S))
     is_live = not (once or as_json) and is_terminal(sys.stdout)

@@ -251,8 +251,9 @@ def _invited_entry(
     signed: SignedSpecification, addresses: Sequence[str], identity: str | None, role: Role
 ) -> RunEntry:
     """Return how to enter an invited run again, with the stored capability of the chosen identity or of one
-    that has entered the run before. An owner who only observes enters as a new peer, because its own identity
-    may be training. Raises UsageError if there is no such capability, or the identity with it is in use.
+    that has entered the run before. An owner who only observes enters as a new peer, whether its identity was
+    chosen or is this user's, because that identity may be training. Raises UsageError if there is no such
+    capability, or the identity with it is in use.
     """
     from swarm.run.membership import identity_of, load_capability
 

@@ -140,8 +140,7 @@ def read_owner(choice: str | None, need: str) -> Identity:
     file = user_path(choice) if choice else default_identity()
     if choice is None and not file.exists():
         raise UsageError(
-            f"{need}, and this user owns none: there is no {file}. Name the owner's identity with "
-            "--identity, or watch the run with `swarm monitor`"
+            f"{need}, and this user owns none: there is no {file}. Name the owner's identity with --identity"
         )
     return Identity.read(file)
 
