@@ -23,8 +23,8 @@ from swarm.core.errors import UsageError
 
 # a limit set by memory grows by 1/64 with each successful batch: it doubles in 45 batches
 _RECOVERY = 64
-# Queues whose batches' times are remembered: 2 × EXPERTS_MAX, for both directions of every expert that a server
-# may host. The least recently used one is forgotten.
+# Queues whose batches' times are remembered: 2 × EXPERTS_MAX, for both directions of every expert of a
+# server. The least recently used one is forgotten.
 _RATES_MAX = 8192
 _REMOVED_MAX = 1024  # entries of removed requests in the heap of all queues
 _IDLE_CALLERS_MAX = 1024  # without waiting requests whose virtual ends are remembered
