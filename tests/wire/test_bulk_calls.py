@@ -146,7 +146,12 @@ def test_bulk_path_that_answers_no_more_calls_is_left() -> None:
                 with pytest.raises(DeadlineExceeded):
                     await call(pair, "x", SLOW, timeout_s=0.05)
             assert uses_grpc_stream(pair)
-            assert await call(pair, "later") == "later"
+            await until(lambda: pair.bulk.connections.total == 0)
+            for number in range(shared_calls.BULK_CALLS_MIN // 2):
+                assert await call(pair, str(number)) == str(number)
+            assert pair.bulk.connections.total == 0, "its packets are likely to be lost still"
+            await often(pair)
+            await until(lambda: uses_bulk(pair))
 
     run_on_loop(scenario())
 
