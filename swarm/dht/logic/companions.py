@@ -197,7 +197,7 @@ class Companions:
         read = self._reads.get(key)
         if read is None or now_s - read.asked_s >= CHECK_INTERVAL_S:
             return False
-        for owner, expires_us in read.owners.items():  # noqa: SIM110 (no generator: every read asks)
+        for owner, expires_us in read.owners.items():  # no generator: every read asks
             if expires_us > now_us and owner not in owners:
                 return False
         return True
