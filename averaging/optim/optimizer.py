@@ -245,10 +245,9 @@ class Optimizer(DelegatingOptimizer):
         self._hyperparameters.record()
         if complaint:
             _log.warning("run %s: %s", self.run_id, complaint)
-        problems = [self.node.dht.identity_problem]
-        if report.stepped or report.rounds_failed or report.resynchronised is not None:
+        if ended := report.stepped or report.rounds_failed or report.resynchronised is not None:
             self._ledger.save()
-            problems.insert(0, self.node.dht.clock_problem)
+        problems = (self.node.dht.clock_problem if ended else None, self.node.dht.identity_problem)
         if complaint or any(problems):
             reason = "; ".join(filter(None, (complaint, report.reason, *problems)))
             report = replace(report, reason=reason)
