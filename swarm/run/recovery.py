@@ -66,7 +66,7 @@ def recovery_key_of(text: str) -> str:
             raise UsageError(
                 f"--recovery-key takes a PeerID or an identity file, and there is no file {text}: {error}"
             ) from None
-        return str(read_recovery_key(text).peer_id)
+        return str(Identity.read(text).peer_id)
 
 
 def read_recovery_key(file: str) -> Identity:
