@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import threading
@@ -143,7 +144,7 @@ class RunLedger:
                 self._settle(counts=True)
         return Precedence(
             electors=deciding,
-            is_member=lambda peer: self._standing.is_member(peer, self._run),
+            is_member=functools.partial(self._standing.is_member, run=self._run),
             is_proven=self.has_standing,
             is_holding=self._ledger.is_holding,
             is_doubted=self._is_doubted,

@@ -241,10 +241,10 @@ class Optimizer(DelegatingOptimizer):
         with self._meter.stepping(self.node.clock.swarm_s):
             report = self._loop.step(samples)
         self._hyperparameters.record()
-        self._ledger.save()
         if complaint:
             _log.warning("run %s: %s", self.run_id, complaint)
-        ended = report.stepped or report.rounds_failed or report.resynchronised is not None
+        if ended := report.stepped or report.rounds_failed or report.resynchronised is not None:
+            self._ledger.save()
         problems = (self.node.dht.clock_problem if ended else None, self.node.dht.identity_problem)
         if complaint or any(problems):
             reason = "; ".join(filter(None, (complaint, report.reason, *problems)))

@@ -213,7 +213,7 @@ class _SingleAnswer:
     async def receive(self, stream: Stream) -> None:
         reply = await _next_reply(self._replica, self._part.request, stream)
         self.request_was_read = reply.status == expert_pb2.EXPERT_OK
-        announced = _announced(reply) if self.request_was_read else 0
+        announced = announced_bytes(reply.tensors) if self.request_was_read else 0
         self.found = reply, await _receive(self._replica, stream, reply, announced, self._part.reply_bytes)
 
 
@@ -236,7 +236,7 @@ class _Answers:
                 raise PeerError(f"peer {self._replica.peer_id} answers requests that wait for no answer")
             unanswered.difference_update(numbers)
             bytes_max = sum(self._parts[number].reply_bytes for number in numbers)
-            sizes = [_announced(one) for one in replies]
+            sizes = [announced_bytes(one.tensors) for one in replies]
             if any(one.status == expert_pb2.EXPERT_OK for one in replies):
                 self.request_was_read = True
             payload = await _receive(self._replica, stream, reply, sum(sizes), bytes_max)
@@ -262,8 +262,8 @@ async def _receive(
     """Receive the payload that follows a reply."""
     if reply.payload_bytes not in (0, announced) or announced > bytes_max:
         raise ExpertFailed(
-            f"peer {replica.peer_id} announces {reply.payload_bytes} bytes for a reply of {announced}, where "
-            f"at most {bytes_max} fit the experts' schemas"
+            f"peer {replica.peer_id} announces tensors of {announced} bytes and a payload of "
+            f"{reply.payload_bytes}; at most {bytes_max} fit the experts' schemas"
         )
     return await methods.receive_payload(stream, announced)
 
@@ -289,11 +289,6 @@ def shared_messages(parts: Sequence[Part]) -> list[list[Part]]:
     return found
 
 
-def _announced(reply: ExpertReply) -> int:
-    """Return the size of the tensors that a reply announces."""
-    return announced_bytes(header.payload_bytes for header in reply.tensors)
-
-
 def _withdraw(task: asyncio.Task[None], parts: Sequence[Part]) -> None:
     """End a message when its last caller is gone."""
     if all(part.answer.done() for part in parts):
@@ -301,7 +296,7 @@ def _withdraw(task: asyncio.Task[None], parts: Sequence[Part]) -> None:
 
 
 def _end(peer: PeerId, parts: Sequence[Part], task: asyncio.Task[None]) -> None:
-    """Answer callers that still wait when a message has ended: this node is closing."""
+    """Answer callers that still wait when a message has ended, as when this node is closing."""
     for part in parts:
         if not part.answer.done():
             part.answer.set_exception(NetworkError(f"the call to peer {peer} ended before its answer came"))

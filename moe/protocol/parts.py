@@ -7,14 +7,14 @@ itself, as if it had come alone.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 import torch
 
 from moe.protocol.tensors import ALIGNMENT
-from swarm.compression import Buffer
 from swarm.core.errors import PeerError
-from swarm.wire.expert_pb2 import ExpertRequest
+from swarm.wire.expert_pb2 import ExpertRequest, TensorHeader
 
 PARTS_MAX = 64
 # Size of the tensors of several parts together, each way. More gains nothing: these bytes take longer than a
@@ -41,21 +41,16 @@ def parts_of(request: ExpertRequest) -> list[ExpertRequest]:
     return [request, *request.more]
 
 
-def announced_bytes(sizes: Iterable[int]) -> int:
-    """Return the size of a payload of tensors of these sizes, with padding."""
-    return sum(size + -size % ALIGNMENT for size in sizes)
+def announced_bytes(tensors: Iterable[TensorHeader]) -> int:
+    """Return the size of the payload of the tensors that a request or a reply announces, with padding."""
+    return sum(one.payload_bytes + -one.payload_bytes % ALIGNMENT for one in tensors)
 
 
-def cut(payload: Buffer | torch.Tensor, sizes: Sequence[int]) -> list[Buffer | torch.Tensor]:
-    """Return the payload of each part, as views. Raises PeerError when all together have another size."""
+def cut(payload: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Return the payload of each part, as views of the payload of all, which is flat uint8. Raises PeerError
+    when all together have another size.
+    """
     if len(payload) != sum(sizes):
         raise PeerError(f"the payload has {len(payload)} bytes, not {sum(sizes)}")
-    if len(sizes) == 1:
-        return [payload]
-    whole = payload if isinstance(payload, torch.Tensor) else memoryview(payload)
-    found: list[Buffer | torch.Tensor] = []
-    start = 0
-    for size in sizes:
-        found.append(whole[start : start + size])
-        start += size
-    return found
+    ends = itertools.accumulate(sizes)
+    return [payload[end - size : end] for size, end in zip(sizes, ends, strict=True)]

@@ -179,7 +179,7 @@ class HostingService:
     async def _exchange_together(self, stream: Stream, message: ExpertRequest) -> None:
         """Answer several requests, each by itself, in a few messages."""
         requests = parts_of(message)
-        sizes = [announced_bytes(header.payload_bytes for header in one.tensors) for one in requests]
+        sizes = [announced_bytes(one.tensors) for one in requests]
         admitted: dict[int, AdmittedRequest] = {}
 
         async def answer(outcomes: Mapping[int, Outcome | RequestRefused]) -> None:
@@ -202,13 +202,15 @@ class HostingService:
         answer_bytes = 0
         for number, request in enumerate(requests):
             try:
-                admitted[number] = self._admit(stream.peer_id, request, PARTS_BYTES_MAX)
-                answer_bytes += admitted[number].answer_bytes
-                if max(answer_bytes, sum(sizes)) > PARTS_BYTES_MAX:
+                own = self._admit(stream.peer_id, request, PARTS_BYTES_MAX)
+                # the tensors of all parts are one payload, which cannot be received in part
+                if max(answer_bytes + own.answer_bytes, sum(sizes)) > PARTS_BYTES_MAX:
                     raise _too_large(PARTS_BYTES_MAX)
             except RequestRefused as refusal:
                 refused[number] = refusal
-                admitted.pop(number, None)
+                continue
+            admitted[number] = own
+            answer_bytes += own.answer_bytes
         if admitted:
             first = next(iter(admitted.values()))
             try:

@@ -114,7 +114,7 @@ class PassRunner:
     async def run_together(
         self,
         requests: Mapping[int, AdmittedRequest],
-        payloads: Mapping[int, Payload],
+        payloads: Mapping[int, torch.Tensor],
         answer: Callable[[dict[int, Outcome | RequestRefused]], Awaitable[None]],
     ) -> None:
         """Run the requests of one message, by their numbers in it. They are queued in one go, without a task
@@ -134,7 +134,7 @@ class PassRunner:
         self,
         tasks: asyncio.TaskGroup,
         requests: Mapping[int, AdmittedRequest],
-        payloads: Mapping[int, Payload],
+        payloads: Mapping[int, torch.Tensor],
         answer: Callable[[dict[int, Outcome | RequestRefused]], Awaitable[None]],
     ) -> None:
         found: dict[int, Outcome | RequestRefused] = {}
@@ -142,7 +142,7 @@ class PassRunner:
         jobs: dict[int, PendingJob] = {}
         waiting: dict[int, asyncio.Future[Any]] = {}
         for number, admitted in requests.items():
-            own = _own_copy(payloads[number])  # what a part keeps must not hold the payload of all
+            own = payloads[number].clone()  # what a part keeps must not hold the payload of all
             if self._active_joint(admitted) is not None or len(own) > _POOLED_BYTES:
                 waiting[number] = tasks.create_task(self._outcome_or_refusal(admitted, own))
                 continue
@@ -316,14 +316,6 @@ def _read(admitted: AdmittedRequest, payload: Payload) -> Sequence[ReceivedTenso
         return read(admitted.headers, admitted.leaves, admitted.request.batch, payload)
     except PeerError as error:
         raise request_refused(str(error)) from None
-
-
-def _own_copy(payload: Payload) -> torch.Tensor:
-    if isinstance(payload, torch.Tensor):
-        return payload.clone()
-    if not len(payload):
-        return torch.empty(0, dtype=torch.uint8, device="cpu")
-    return torch.frombuffer(bytearray(payload), dtype=torch.uint8)
 
 
 async def _answer_as_they_come(

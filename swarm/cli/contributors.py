@@ -37,7 +37,7 @@ _READ_S = 60.0
 @click.command(context_settings=options.CONTEXT)
 @click.argument("entries", metavar="ADDRESS|INVITE|RUN...", nargs=-1, required=True)
 @options.run_name
-@options.optional_identity
+@options.observer_identity
 @click.option(
     "--top",
     type=options.BoundedInteger(1, SHOWN_MAX),

@@ -15,7 +15,7 @@ import click
 from swarm.cli import options
 from swarm.cli.admin import tell_members
 from swarm.cli.identity import read_owner
-from swarm.cli.invite import owners_entries
+from swarm.cli.invite import OWN_OBSERVER_S, owners_entries
 from swarm.cli.paths import specifications_folder
 from swarm.cli.render import make_output
 from swarm.cli.render.output import Presentation, Result, is_terminal, printable
@@ -58,9 +58,11 @@ def dashboard(run: str, addresses: tuple[str, ...], identity: str | None, once: 
     """
     from swarm.monitor.watching import Watch, WatchConfig
 
-    owner = read_owner(identity, "the dashboard is for the owner of a run")
+    owner = read_owner(
+        identity, "the dashboard is for the owner of a run (others watch it with `swarm monitor`)"
+    )
     own = Identity.generate()
-    entries = tuple(owners_entries(run, addresses, owner, own.peer_id))
+    entries = tuple(owners_entries(run, addresses, owner, own.peer_id, lifetime_s=OWN_OBSERVER_S))
     is_live = not (once or as_json) and is_terminal(sys.stdout)
     if is_live:
         click.echo("looking for the members of the run")

@@ -61,7 +61,7 @@ class Diagnosis:
 
 @click.command(context_settings=options.CONTEXT)
 @options.entries(required=False)
-@options.optional_identity
+@options.observer_identity
 @options.listen
 @options.announce
 @options.as_json

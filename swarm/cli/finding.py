@@ -5,6 +5,7 @@ local network. Also announce the runs of volunteers there.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -13,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from swarm.cli.control import Control
 from swarm.cli.identity import NEW, read_invited
-from swarm.cli.invite import owners_invite
+from swarm.cli.invite import OWN_OBSERVER_S, owners_invite
 from swarm.cli.paths import control_folder, default_identity, specifications_folder
 from swarm.cli.render.output import Output, Result
 from swarm.core.errors import NetworkError, UsageError
-from swarm.core.identity import Identity, IdentityInUse
+from swarm.core.home import user_path
+from swarm.core.identity import Identity, IdentityInUse, MissingIdentity
 from swarm.core.ids import RUN_NAME, Contact
 from swarm.core.wording import counted
 from swarm.membership.capability import Role
@@ -249,17 +251,21 @@ def _invited_entry(
     signed: SignedSpecification, addresses: Sequence[str], identity: str | None, role: Role
 ) -> RunEntry:
     """Return how to enter an invited run again, with the stored capability of the chosen identity or of one
-    that has entered the run before. An owner who only observes enters as a new peer, because its own identity
-    may be training. Raises UsageError if there is no such capability, or the identity with it is in use.
+    that has entered the run before. An owner who only observes enters as a new peer, whether its identity was
+    chosen or is this user's, because that identity may be training. Raises UsageError if there is no such
+    capability, or the identity with it is in use.
     """
     from swarm.run.membership import identity_of, load_capability
 
     in_use: IdentityInUse | None = None
-    user = default_identity() if identity is None else Path(identity).expanduser()
-    kept = [(user, Identity.read(user))] if identity != NEW and user.exists() else []
+    user = default_identity() if identity is None else user_path(identity)
+    kept: list[tuple[Path, Identity]] = []
+    with contextlib.suppress(MissingIdentity):
+        kept = [(user, Identity.read(user))] if identity != NEW else []
     if role == "observe" and any(own.peer_id == signed.owner for _, own in kept):
         (_, owner), *_ = kept
-        return RunEntry((owners_invite(identity_of(signed), owner).text(), *addresses), signed.full_name, NEW)
+        own_invite = owners_invite(identity_of(signed), owner, OWN_OBSERVER_S)
+        return RunEntry((own_invite.text(), *addresses), signed.full_name, NEW)
     for file, own in itertools.chain(kept, read_invited() if identity is None else ()):
         held = load_capability(specifications_folder(), signed.run_id, own.peer_id)
         if not held or role not in (*held[-1].roles, "observe"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from swarm.cli.paths import (
 from swarm.cli.render import print_result
 from swarm.core.errors import UsageError
 from swarm.core.files import set_aside
+from swarm.core.home import user_path
 from swarm.core.identity import DamagedIdentity, Identity, IdentityInUse
 from swarm.core.ids import PeerId
 from swarm.core.working import working
@@ -70,8 +72,8 @@ def identity(
     """
     if sum((create, exported is not None, imported is not None)) > 1:
         raise UsageError("--create, --export and --import exclude each other: choose one")
-    path = Path(identity).expanduser() if identity is not None else default_identity()
-    existed = path.exists()
+    path = user_path(identity) if identity is not None else default_identity()
+    existed = os.path.exists(path)  # Path.exists raises OSError for a name that is too long
     if create and not existed:
         Identity.load(path, create=True).close()
     if imported is not None:
@@ -103,7 +105,7 @@ def _passphrase(file: Path | None, *, new: bool = False) -> str:
     """Return the passphrase from the first line of a file, or ask for it; ask twice for a new one."""
     if file is not None:
         try:
-            with file.expanduser().open(encoding="utf-8") as stream:
+            with user_path(file).open(encoding="utf-8") as stream:
                 return stream.readline(PASSPHRASE_CHARACTERS_MAX).rstrip("\r\n")
         except (OSError, UnicodeDecodeError) as error:
             why = getattr(error, "strerror", None) or error
@@ -121,7 +123,7 @@ def open_identity(choice: str | None, default: Path | None) -> Identity:
     """
     if choice == NEW or (choice is None and default is None):
         return Identity.generate()
-    path = Path(choice).expanduser() if choice is not None else default
+    path = user_path(choice) if choice is not None else default
     assert path is not None
     try:
         return Identity.load(path, create=True)
@@ -135,11 +137,10 @@ def read_owner(choice: str | None, need: str) -> Identity:
     """Read the identity of the owner of a run: the chosen file, or that of this user. Raise UsageError, with
     the sentence `need` in it, if this user has none.
     """
-    file = Path(choice).expanduser() if choice else default_identity()
+    file = user_path(choice) if choice else default_identity()
     if choice is None and not file.exists():
         raise UsageError(
-            f"{need}, and this user owns none: there is no {file}. Name the owner's identity with "
-            "--identity, or watch the run with `swarm monitor`"
+            f"{need}, and this user owns none: there is no {file}. Name the owner's identity with --identity"
         )
     return Identity.read(file)
 

@@ -6,7 +6,6 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,6 +16,7 @@ from swarm.cli.identity import read_invited
 from swarm.cli.paths import control_folder, default_identity, specifications_folder
 from swarm.cli.render import print_result
 from swarm.core.errors import SwarmError, UsageError
+from swarm.core.home import user_path
 from swarm.core.identity import Identity
 from swarm.core.ids import Contact, PeerId
 from swarm.core.wording import counted, duration
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 # Uses and lifetime of the invite that `swarm start` prints, for a group of people who know each other.
 _START_TERMS = Terms(roles=("train", "serve", "observe"), uses=100, lifetime_s=365 * 86400.0)
 _SHORTER_S = 60.0  # an invite may be valid for this much less than requested without a notice
-_OWN_COMMAND_S = 3600.0  # lifetime of the capability of a command of the owner
-_OWN_OBSERVER_S = 365 * 86400.0  # the same for one that watches
+OWN_COMMAND_S = 3600.0  # lifetime of the capability of a command of the owner
+OWN_OBSERVER_S = 365 * 86400.0  # the same for one that watches
 _MEMBER_ROLES: tuple[Role, ...] = ("train", "serve", "observe")
 
 
@@ -144,7 +144,7 @@ def _issuer(signed: SignedSpecification, choice: str | None) -> tuple[Identity, 
     def held(one: Identity) -> Grants:
         return load_capability(specifications_folder(), signed.run_id, one.peer_id)
 
-    own = Path(choice).expanduser() if choice else default_identity()
+    own = user_path(choice) if choice else default_identity()
     if choice is None:
         kept = [Identity.read(own)] if own.exists() else []
         for one in itertools.chain(kept, (one for _, one in read_invited())):
@@ -210,11 +210,17 @@ def run_addresses(run: str, given: Sequence[str]) -> list[str]:
 
 
 def owners_entries(
-    run: str, given: Sequence[str], owner: Identity, own: PeerId, handover: Handover | None = None
+    run: str,
+    given: Sequence[str],
+    owner: Identity,
+    own: PeerId,
+    handover: Handover | None = None,
+    *,
+    lifetime_s: float = OWN_COMMAND_S,
 ) -> list[str]:
     """Return the entries of a command with which an owner changes its run: addresses and, for an invited run,
     an invite of the owner for this command's own peer. `handover`: the statement that gives the run to this
-    owner.
+    owner. `lifetime_s`: how long the invited peer may stay.
     """
     from swarm.run.membership import identity_of
 
@@ -227,14 +233,14 @@ def owners_entries(
     known = replace(known, handover=handover or known.handover)
     if known.owner != owner.peer_id or signed.specification.members != "invited":
         return entries
-    terms = Terms(roles=("observe",), uses=1, lifetime_s=_OWN_COMMAND_S, peer=own)
-    own_invite = make_invite(known, owner, (), terms, now_s=time.time())
-    return [own_invite.text(), *entries]
+    return [owners_invite(known, owner, lifetime_s, own).text(), *entries]
 
 
-def owners_invite(run: RunIdentity, owner: Identity) -> Invite:
-    """Return an invite with which a command of the owner observes its run as a new peer."""
-    terms = Terms(roles=("observe",), uses=1, lifetime_s=_OWN_OBSERVER_S)
+def owners_invite(run: RunIdentity, owner: Identity, lifetime_s: float, peer: PeerId | None = None) -> Invite:
+    """Return an invite with which a command of the owner observes its run as a new peer. `peer`: the only
+    peer that can use it; None: any.
+    """
+    terms = Terms(roles=("observe",), uses=1, lifetime_s=lifetime_s, peer=peer)
     return make_invite(run, owner, (), terms, now_s=time.time())
 
 

@@ -99,6 +99,13 @@ optional_identity = click.option(
     default=None,
     help="An identity to keep. [default: one that is kept, for each invite another]",
 )
+observer_identity = click.option(
+    "--identity",
+    metavar="FILE",
+    default=None,
+    help="An identity to keep. If it owns the invited run that you name, it may be training: it then invites "
+    "a new peer for this command. [default: one that is kept, for each invite another]",
+)
 
 
 def entries(*, required: bool) -> Callable[[Command], Command]:

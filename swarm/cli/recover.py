@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
 from swarm.cli import options
@@ -57,7 +55,7 @@ def recover(run: str, recovery: str, addresses: tuple[str, ...], identity: str |
     from swarm.run.recovery import recover as sign_recovery
 
     key = read_recovery_key(recovery)
-    owner = Identity.read(Path(identity).expanduser() if identity else default_identity())
+    owner = Identity.read(identity or default_identity())
     asked = following = 0
     if addresses or any(one.matches(run) for one in Control(control_folder()).running()):
         try:

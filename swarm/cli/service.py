@@ -26,7 +26,8 @@ from swarm.core.home import home
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}")
 _LABEL = "net.swarm-train"  # label of the launchd agent
 _COMMAND_S_MAX = 30.0
-_NO_BUS = "Failed to connect to bus"  # what systemctl says outside a session
+# what systemctl says outside a session; systemd 257 and later name the bus
+_NO_BUS = re.compile(r"Failed to connect to (user scope )?bus")
 _LOG_IN = (
     ". Services belong to a session of their user: log in, on the machine or by ssh, instead of using su "
     "or sudo"
@@ -194,7 +195,7 @@ class Service:
         if _is_launchd():
             return _run(["launchctl", "print", f"gui/{os.getuid()}/{_LABEL}.{self.name}"], check=False)
         said = _run(["systemctl", "--user", "--no-pager", "status", self._unit], check=False)
-        if _NO_BUS in said:
+        if _NO_BUS.search(said):
             raise SwarmError(f"{self.file} is installed, but its status is not known: {said}{_LOG_IN}")
         return said
 
@@ -351,6 +352,6 @@ def _run(command: list[str], *, check: bool = True) -> str:
         raise SwarmError(f"{' '.join(command)} did not end within {_COMMAND_S_MAX:g} s") from None
     text = (done.stdout + done.stderr).strip()
     if check and done.returncode != 0:
-        advice = _LOG_IN if _NO_BUS in text else ""
+        advice = _LOG_IN if _NO_BUS.search(text) else ""
         raise SwarmError(f"{' '.join(command)} failed: {text or f'exit status {done.returncode}'}{advice}")
     return text

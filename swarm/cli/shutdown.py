@@ -91,6 +91,7 @@ class Shutdown:
         if self._over.wait(self._interrupt_s):
             return
         until_s = time.monotonic() + self._abandon_s - self._interrupt_s
+        self._lost.clear()  # one that was lost before, such as a second Ctrl-C, is repeated by the next line
         self._interrupt()
         while (left_s := until_s - time.monotonic()) > 0:
             if self._over.wait(min(left_s, _REPEAT_S)):

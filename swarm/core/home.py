@@ -1,4 +1,4 @@
-"""The folder of what swarm keeps for a user."""
+"""The folder of what swarm keeps for a user, and paths that users give."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def home() -> Path:
     """
     chosen = os.environ.get("SWARM_HOME")
     if chosen:
-        return Path(chosen).expanduser()
+        return user_path(chosen)
     try:
         if sys.platform == "win32":
             return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "swarm"
@@ -26,3 +26,13 @@ def home() -> Path:
         raise UsageError(
             "this user has no home folder: set SWARM_HOME to a folder where swarm may keep its identity"
         ) from error
+
+
+def user_path(given: str | os.PathLike[str]) -> Path:
+    """Return a path that a user gave, with the home folder for ~. Raise UsageError for a ~NAME that is no
+    user.
+    """
+    try:
+        return Path(given).expanduser()
+    except RuntimeError:
+        raise UsageError(f"{given}: there is no such home folder; give the whole path") from None

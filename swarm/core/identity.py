@@ -20,6 +20,7 @@ from nacl.exceptions import BadSignatureError
 
 from swarm.core.errors import UsageError
 from swarm.core.files import write_private
+from swarm.core.home import user_path
 from swarm.core.ids import PeerId
 from swarm.core.passphrase import TEXT_BYTES_MAX, decrypt, encrypt
 
@@ -32,6 +33,10 @@ _ENCODED_PREFIX = bytes.fromhex("080112")
 
 class DamagedIdentity(UsageError):
     """The file of an identity does not hold a key."""
+
+
+class MissingIdentity(UsageError):
+    """There is no file of an identity."""
 
 
 class IdentityInUse(UsageError):
@@ -68,7 +73,7 @@ class Identity:
         Raises UsageError when the file cannot be read, is no Ed25519 identity, is readable by others, or is
         in use by another process.
         """
-        file = Path(path).expanduser()
+        file = user_path(path)
         lock: int | None = None
         try:
             if create:
@@ -91,12 +96,12 @@ class Identity:
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Identity:
         """Read the identity file without locking it: to sign as its owner, not to run a peer with it. Raises
-        UsageError as `load` does.
+        MissingIdentity when there is none, and UsageError as `load` does.
         """
-        file = Path(path).expanduser()
-        if not file.exists():
-            raise _no_file(file)
+        file = user_path(path)
         try:
+            if not file.exists():
+                raise _no_file(file)
             return cls(Ed25519PrivateKey.from_private_bytes(_decode(_read_or_create(file), file)), path=file)
         except OSError as error:
             raise UsageError(f"cannot use the identity file {file}: {error.strerror or error}") from error
@@ -106,7 +111,7 @@ class Identity:
 
         Raises UsageError when the passphrase is too short, or the file exists or cannot be written.
         """
-        _write_new(Path(path).expanduser(), encrypt(self.encode(), passphrase).encode())
+        _write_new(user_path(path), encrypt(self.encode(), passphrase).encode())
 
     @classmethod
     def restore(
@@ -116,7 +121,7 @@ class Identity:
 
         Raises UsageError when the copy cannot be read, the passphrase is wrong, or the identity file exists.
         """
-        source, file = Path(exported).expanduser(), Path(path).expanduser()
+        source, file = user_path(exported), user_path(path)
         try:
             with source.open("rb") as stream:
                 text = stream.read(TEXT_BYTES_MAX + 1)
@@ -165,8 +170,8 @@ def verify(peer_id: PeerId, message: bytes, signature: bytes) -> bool:
     return True
 
 
-def _no_file(file: Path) -> UsageError:
-    return UsageError(
+def _no_file(file: Path) -> MissingIdentity:
+    return MissingIdentity(
         f"there is no identity file {file}: name another one with --identity, or "
         "make one with `swarm identity --create`"
     )
@@ -205,9 +210,9 @@ def _decode(raw: bytes, file: Path) -> bytes:
 
 def _write_new(file: Path, raw: bytes) -> None:
     """Write a private file. Raises UsageError if there is one already: a key cannot be made again."""
-    if file.exists():
-        raise UsageError(f"{file} exists, and no key is ever overwritten: choose another file")
     try:
+        if file.exists():
+            raise UsageError(f"{file} exists, and no key is ever overwritten: choose another file")
         file.parent.mkdir(parents=True, exist_ok=True)
         write_private(file, raw)
     except OSError as error:

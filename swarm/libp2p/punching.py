@@ -157,8 +157,9 @@ class Punching:
                 await _send(stream, PunchKind.SYNC)
                 stream.finish()
             if self._asking.pop(peer_id, None) is relayed:
-                await asyncio.sleep(round_trip_s / 2)  # until the peer has received the signal
                 with self._awaiting(peer_id) as connected:
+                    # until the peer has received the signal, or its dial has already got through
+                    await wait_until_set(connected, round_trip_s / 2)
                     await self._punch(peer_id, addresses, connected, is_client=False)
                 self._punches.end(peer_id, self._clock.monotonic_s(), has_worked=connected.is_set())
         except (SwarmError, TimeoutError) as error:

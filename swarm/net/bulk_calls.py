@@ -341,17 +341,18 @@ class BulkConnections:
             self._not_before(peer_id, _BUSY_S)
             return None
         until_s = loop.time() + min(max(CONNECT_S_MIN, 2 * control.seconds), CONNECT_S_MAX)
+        is_ended_before = deadline_s is not None and deadline_s < until_s  # by the stream's own limit
         try:
             if reply.grpc_port != control.address.port or not _is_valid(reply):
                 raise BulkLost("its gRPC port is forwarded, or its answer is malformed")
             hosts = [host for host, _ in control.endpoints]
             secret = BulkSecret(reply.secret, self._own, peer_id)
-            async with asyncio.timeout_at(until_s if deadline_s is None else min(until_s, deadline_s)):
+            async with asyncio.timeout_at(deadline_s if is_ended_before else until_s):
                 return await self._dial_one(hosts, reply.port, secret, until_s)
         except (OSError, BulkLost) as error:  # a timeout is an OSError
             _logger.debug("no bulk connection to peer %s: %s", peer_id, error)
-            if not isinstance(error, TimeoutError) or loop.time() >= until_s:
-                self._not_before(peer_id, RETRY_S)  # else the stream's own limit ended the attempt
+            if not (isinstance(error, TimeoutError) and is_ended_before):
+                self._not_before(peer_id, RETRY_S)
             return None
 
     async def _dial_one(self, hosts: list[str], port: int, secret: BulkSecret, until_s: float) -> BulkSocket:

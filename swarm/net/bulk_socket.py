@@ -183,9 +183,8 @@ class BulkSocket:
             finally:
                 self._readable = None
         self._was_readable = False
-        if not self._is_watched:
-            # not at once: while messages are pending, watching costs more than receiving
-            self._watch_later(_WATCH_S)
+        # not at once: while messages are pending, watching costs more than receiving
+        self._watch_later(_WATCH_S)
         return frame
 
     def receive_now(self, body_bytes_max: int = BODY_BYTES_MAX) -> tuple[FrameKind, bytes] | None:
@@ -247,6 +246,10 @@ class BulkSocket:
     def _watch_later(self, wait_s: float) -> None:
         def now() -> None:
             self._watch_timer = None
+            if self._is_watched and self._readable is None:
+                # begin again: uvloop tells of a reset once, which may have been together with a message
+                self._loop.remove_reader(self._socket)
+                self._is_watched = False
             self.watch()
 
         if self._watch_timer is None and not self.lost:
@@ -313,6 +316,7 @@ class BulkSocket:
             return
         if not self._was_readable:  # the receiver may be about to return
             self._was_readable = True
+            self._watch_later(_WATCH_S)
             return
         try:
             ended = not self._socket.recv(1, socket.MSG_PEEK)

@@ -98,6 +98,7 @@ class SharedCalls:
         self._unanswered = 0 if is_answered else self._unanswered + 1
         if self._unanswered >= _UNANSWERED_MAX:
             stream.retire()
+            self._count = 0  # so that it is tried again later
         return outcome
 
     async def _run_bulk(self) -> None:

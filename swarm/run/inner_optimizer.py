@@ -75,9 +75,9 @@ def _of_task(
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(f"the task's optimizer {name!r} is not a torch optimizer but {optimizer!r:.60}")
 
-    def step(stepping: torch.optim.Optimizer, *arguments: Any) -> Any:
+    def step(stepping: torch.optim.Optimizer, *arguments: Any, **options: Any) -> Any:
         with explained_of(task, f"failed in a step of its optimizer {name!r}"):
-            return type(stepping).step(stepping, *arguments)
+            return type(stepping).step(stepping, *arguments, **options)
 
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]  # schedulers ask for a method
     return optimizer

@@ -9,10 +9,9 @@ sign, so members follow the new owner whatever a thief has signed or will sign.
 from __future__ import annotations
 
 from collections.abc import Collection
-from pathlib import Path
 
 from swarm.core.errors import UsageError
-from swarm.core.identity import Identity
+from swarm.core.identity import Identity, MissingIdentity
 from swarm.core.ids import PeerId
 from swarm.dht.logic.blobs import HANDOVERS_MAX, VERSION_MAX, Handover, handover_message
 from swarm.run.owned import CONFIRMED_MAX
@@ -62,18 +61,20 @@ def recovery_key_of(text: str) -> str:
     try:
         return str(PeerId.parse(text))
     except UsageError as error:
-        if not Path(text).expanduser().exists():
+        try:
+            return str(Identity.read(text).peer_id)
+        except MissingIdentity:
             raise UsageError(
                 f"--recovery-key takes a PeerID or an identity file, and there is no file {text}: {error}"
             ) from None
-        return str(Identity.read(text).peer_id)
 
 
 def read_recovery_key(file: str) -> Identity:
     """Read the recovery key from its identity file. Raise UsageError if there is none."""
-    if not Path(file).expanduser().exists():
-        raise UsageError(f"--recovery-key {file}: there is no such identity file")
-    return Identity.read(file)
+    try:
+        return Identity.read(file)
+    except MissingIdentity:
+        raise UsageError(f"--recovery-key {file}: there is no such identity file") from None
 
 
 def _check(known: SignedSpecification, recovery: Identity, owner: Identity) -> None:

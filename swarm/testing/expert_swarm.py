@@ -33,7 +33,6 @@ from moe.protocol.names import ExpertUid
 from moe.protocol.parts import announced_bytes, cut, parts_of
 from moe.protocol.schema import ExpertSchema, unflatten
 from moe.protocol.tensors import check_headers, decode, encode, join_payloads
-from swarm.compression import Buffer
 from swarm.core.ids import PeerId
 from swarm.net.channels import Channels
 from swarm.net.rpc import Stream
@@ -136,11 +135,10 @@ class SimulatedExperts:
         message = ExpertRequest.FromString(await stream.receive() or b"")
         requests = parts_of(message)
         payload = await receive_payload(stream, message.payload_bytes)
-        cuts = cut(payload, [announced_bytes(one.payload_bytes for one in part.tensors) for part in requests])
+        cuts = cut(payload, [announced_bytes(part.tensors) for part in requests])
 
-        async def answer(number: int, own: Buffer | torch.Tensor) -> None:
-            raw = own.numpy().tobytes() if isinstance(own, torch.Tensor) else bytes(own)
-            reply = copy.deepcopy(await self._answer(requests[number], raw))
+        async def answer(number: int, own: torch.Tensor) -> None:
+            reply = copy.deepcopy(await self._answer(requests[number], own.numpy().tobytes()))
             answered = reply.payload
             reply.ClearField("payload")
             reply.payload_bytes, reply.part, reply.parts = len(answered), number, len(requests)

@@ -69,6 +69,11 @@ def error_text(capsys: pytest.CaptureFixture[str]) -> str:
         ),
         (["monitor", "nonsense"], "On the local network, `swarm join` without arguments looks for runs"),
         (["change", "nonsense", "--end"], "only the owner of a run changes it, and this user owns none"),
+        (["change", "nonsense", "--end"], "Name the owner's identity with --identity\n"),
+        (
+            ["dashboard", "nonsense"],
+            "for the owner of a run (others watch it with `swarm monitor`), and this",
+        ),
         (
             ["recover", "nonsense", "--recovery-key", "/no/such"],
             "swarm: --recovery-key /no/such: there is no such identity file",
@@ -77,6 +82,13 @@ def error_text(capsys: pytest.CaptureFixture[str]) -> str:
             ["start", str(ROOT / "examples" / "bytelm.toml"), "--recovery-key", "absent"],
             "swarm: --recovery-key takes a PeerID or an identity file, and there is no file absent",
         ),
+        (["recover", "nonsense", "--recovery-key", "~no-such-user/key"], "there is no such home folder"),
+        (
+            ["start", str(ROOT / "examples" / "bytelm.toml"), "--recovery-key", "x" * 300],
+            "cannot use the identity file xxx",
+        ),
+        (["identity", "--identity", "x" * 300], "cannot use the identity file xxx"),
+        (["change", "nonsense", "--end", "--identity", "~no-such-user/key"], "there is no such home folder"),
         (
             ["start", str(ROOT / "examples" / "grid.toml")],
             "grid.toml describes a grid of experts: it is a file for `swarm serve`",
@@ -284,6 +296,14 @@ def test_the_help_of_every_command_has_examples(command: str, capsys: pytest.Cap
     text = capsys.readouterr().out
     assert "Examples:" in text
     assert "exit-with-parent" not in text
+
+
+@pytest.mark.parametrize("command", ["contributors", "doctor"])
+def test_the_help_says_that_an_owners_identity_is_not_the_one_that_observes(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, "--help"]) == 0
+    assert "it then invites a new peer for this command" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(("chosen", "expected"), [(None, "20000"), ("ACTIVE", None)])

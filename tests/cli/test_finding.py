@@ -188,8 +188,10 @@ def test_an_owner_observes_its_run_by_name_while_its_own_identity_trains() -> No
     with closing(Identity.load(default_identity())) as owner:  # held, as by `swarm start`
         signed = kept("closed", "invited", owner)
         (address,) = remember(signed, 1)
+        chosen = remembered_entry("closed", None, str(default_identity()), role="observe")
         entry = remembered_entry("closed", None, None, role="observe")
         assert (entry.run, entry.bootstrap[1:]) == (signed.full_name, (address,))
+        assert (entry.identity, chosen.identity) == ("new", "new")
         with closing(open_entry_identity(entry.identity, entry.bootstrap)) as watcher:
             assert watcher.peer_id != owner.peer_id
             membership = RunMembership(Entrance.of(entry.bootstrap).invite, watcher.peer_id, (), time.time)

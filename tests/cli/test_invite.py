@@ -17,6 +17,7 @@ from swarm.core.errors import UsageError
 from swarm.core.identity import Identity
 from swarm.membership.capability import check_grants
 from swarm.membership.invite import Invite
+from swarm.monitor.watching import WatchConfig
 from swarm.net.membership import RunMembership
 from swarm.run.membership import load_capability, save_capability
 from swarm.run.signed import SignedSpecification, sign
@@ -197,6 +198,24 @@ def test_an_identity_without_a_capability_cannot_invite(
     command = ["invite", "tiny", "--from", ADDRESS, "--identity", str(tmp_path / "stranger")]
     assert main(command) == 2
     assert "this identity cannot invite" in capsys.readouterr().err
+
+
+def test_a_dashboard_may_stay_for_a_year(
+    run: SignedSpecification, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Regression test: the peer of the dashboard was invited for an hour, as one that makes one change."""
+    seen: list[WatchConfig] = []
+
+    def watch(config: WatchConfig, own: Identity) -> None:
+        seen.append(config)
+        raise UsageError("this is enough")
+
+    monkeypatch.setattr("swarm.monitor.watching.Watch", watch)
+    assert main(["dashboard", "tiny", "--from", ADDRESS]) == 2
+    assert "this is enough" in capsys.readouterr().err
+    (grant,) = Invite.parse(str(seen[0].entry[0])).grants
+    assert (grant.roles, grant.uses) == (("observe",), 1)
+    assert grant.expires_s - grant.issued_s == 365 * 86400
 
 
 @pytest.mark.parametrize("raw", [b"", b"\x81", bytes(300)])

@@ -118,10 +118,17 @@ def test_one_of_several_services_is_chosen_by_its_name(home: Path, monkeypatch: 
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="units of systemd are for Linux")
+@pytest.mark.parametrize(
+    "said",
+    [
+        "Failed to connect to bus: No medium found",
+        "Failed to connect to user scope bus via local transport: No medium found",
+    ],
+)
 def test_without_a_session_of_the_user_the_command_says_what_was_done_and_what_to_do(
-    home: Path, monkeypatch: pytest.MonkeyPatch
+    home: Path, monkeypatch: pytest.MonkeyPatch, said: str
 ) -> None:
-    failed = subprocess.CompletedProcess([], 1, "", "Failed to connect to bus: No medium found\n")
+    failed = subprocess.CompletedProcess([], 1, "", f"{said}\n")
     monkeypatch.setattr("swarm.cli.service.subprocess.run", lambda *_, **__: failed)
     text = str(service("install", an_invite()).exception)
     assert "swarm-bytelm.service is written, but the service was not started" in text

@@ -36,6 +36,34 @@ def test_an_interruption_that_python_ignores_is_repeated_without_a_traceback() -
     assert (done.returncode, done.stdout, done.stderr) == (0, "ended\n", "")
 
 
+# The second Ctrl-C is lost in the same way, before the main thread is interrupted once.
+LOST_BEFORE = """
+import signal, threading, weakref
+from swarm.cli.shutdown import Shutdown
+
+class Something: pass
+
+blocked = threading.Event()
+with Shutdown(interrupt_s=0.1, abandon_s=60.0):
+    try:
+        signal.raise_signal(signal.SIGINT)
+        something = Something()
+        reference = weakref.ref(something, lambda _: signal.raise_signal(signal.SIGINT))
+        del something
+        blocked.wait(60.0)
+    finally:
+        blocked.wait(0.5)
+        print("cleaned up")
+"""
+
+
+def test_a_second_ctrl_c_that_python_ignores_does_not_interrupt_the_cleanup() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LOST_BEFORE], capture_output=True, text=True, timeout=50, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "cleaned up\n", "")
+
+
 @pytest.mark.usefixtures("home")
 def test_a_second_ctrl_c_before_the_node_is_open_ends_the_command_with_one_word(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

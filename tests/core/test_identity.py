@@ -133,6 +133,13 @@ def test_an_unusable_identity_file_is_reported_in_one_sentence(tmp_path: Path) -
     (tmp_path / "folder").mkdir()
     with pytest.raises(UsageError, match="folder"):
         Identity.load(tmp_path / "folder")
+    for use in (Identity.load, Identity.read):
+        with pytest.raises(UsageError, match=r"cannot use the identity file .*: File name too long"):
+            use(tmp_path / ("x" * 300))
+        with pytest.raises(UsageError, match="~no-such-user/key: there is no such home folder"):
+            use("~no-such-user/key")
+    with pytest.raises(UsageError, match=r"cannot write .*: File name too long"):
+        Identity.generate().export(tmp_path / ("x" * 300), "a long enough passphrase")
 
 
 @given(st.binary(max_size=200))

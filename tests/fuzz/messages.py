@@ -4,9 +4,10 @@ some of these answers rarely or never.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from google.protobuf.message import Message
 
 from averaging.allreduce import wire as rounds
@@ -107,18 +108,17 @@ def _messages() -> list[Message]:
 
 def _parts(message: Any) -> object:
     """Read the parts of a request, and cut its payload, as a server does."""
-    parts = parts_of(message)
-    return cut(
-        message.payload, [announced_bytes(one.payload_bytes for one in part.tensors) for part in parts]
-    )
+    return _cut(message.payload, parts_of(message))
 
 
 def _answers(message: Any) -> object:
     """Cut the payload of an answer to several requests, as a caller does."""
-    parts = [message, *message.more]
-    return cut(
-        message.payload, [announced_bytes(one.payload_bytes for one in part.tensors) for part in parts]
-    )
+    return _cut(message.payload, [message, *message.more])
+
+
+def _cut(payload: bytes, parts: Sequence[Any]) -> object:
+    received = torch.tensor(list(payload), dtype=torch.uint8)
+    return cut(received, [announced_bytes(part.tensors) for part in parts])
 
 
 # type of a message: what decodes it

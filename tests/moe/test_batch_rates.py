@@ -16,6 +16,7 @@ import torch
 
 from moe.server import compute
 from moe.server.expert import Expert
+from moe.server.expert_server import EXPERTS_MAX
 from moe.server.logic.batching import Batcher, BatchLimits, QueuedRequest
 from tests.moe.computing import computing, sgd
 
@@ -151,6 +152,27 @@ def test_one_large_batch_that_something_delayed_does_not_keep_later_ones_small()
         batcher.record("a", SAMPLES * requests, seconds)
     assert sizes_of(batcher, lambda requests: STAGE_S, 8, rounds=1)[0] == 1
     assert max(sizes_of(batcher, lambda requests: STAGE_S, 8, rounds=12)[-2:]) >= 7
+
+
+def test_the_times_of_both_directions_of_4096_experts_are_remembered_and_the_oldest_forgotten_first() -> None:
+    """Before, 1024 queues were remembered, and the one that began first was forgotten, even if in use."""
+    queues_max = 2 * EXPERTS_MAX
+    batcher = Batcher()
+    for samples in (4, 8, 16, 32):
+        batcher.record("in use", samples, 0.05 * samples)
+    for number in range(2 * queues_max):
+        batcher.record(number, 4, 0.2)
+        batcher.record(number, 8, 0.4)
+        if number % (queues_max - 2) == 0:
+            batcher.record("in use", 4, 0.2)
+    remembered = ["in use", 2 * queues_max - 1, queues_max + 1]
+    for queue in [*remembered, queues_max]:
+        for number in range(8):
+            batcher.offer(QueuedRequest(number, queue, "caller", 4, 1, 4.0), 0.0)
+        joined = len(batcher.take(0.0))
+        assert joined == (1 if queue in remembered else 8), queue
+        while batcher.take(0.0):
+            pass
 
 
 def test_batches_grow_again_when_larger_ones_have_become_quicker() -> None:

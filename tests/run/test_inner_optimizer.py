@@ -61,6 +61,13 @@ def test_an_optimizer_of_the_task_is_built_by_its_name_with_its_settings() -> No
         build_optimizer(model, choice, None)
 
 
+def test_an_optimizer_of_the_task_takes_a_closure_by_its_name() -> None:
+    optimizer = build_optimizer(
+        torch.nn.Linear(3, 2), OptimizerChoice(name="task:lion"), TaskWithAnOptimizer()
+    )
+    assert optimizer.step(closure=lambda: 0.5) == 0.5
+
+
 @pytest.mark.parametrize("name", ["lion", "task:", "task:../x", "task:A", "module.Class"])
 def test_a_specification_names_no_other_optimizers(name: str) -> None:
     with pytest.raises(ValidationError):

@@ -38,15 +38,17 @@ def part(name: str, *, size: int = SIZE, reply_bytes: int = SIZE, timeout_s: flo
     return Part(request, [payload], reply_bytes, 1, asyncio.get_running_loop().time() + timeout_s)
 
 
+def flat(payload: bytes) -> torch.Tensor:
+    return torch.tensor(list(payload), dtype=torch.uint8)
+
+
 def answers_to(message: ExpertRequest, payload: bytes) -> list[ExpertReply]:
     """Return an answer to every request of a message: its own tensors, in capitals."""
     requests = parts_of(message)
-    sizes = [announced_bytes(one.payload_bytes for one in part.tensors) for part in requests]
+    sizes = [announced_bytes(part.tensors) for part in requests]
     return [
-        ExpertReply(
-            tensors=one.tensors, reason=one.uid, payload=bytes(cast(memoryview, own)).upper(), part=number
-        )
-        for number, (one, own) in enumerate(zip(requests, cut(payload, sizes), strict=True))
+        ExpertReply(tensors=one.tensors, reason=one.uid, payload=own.numpy().tobytes().upper(), part=number)
+        for number, (one, own) in enumerate(zip(requests, cut(flat(payload), sizes), strict=True))
     ]
 
 
@@ -215,6 +217,7 @@ def test_a_caller_that_is_cancelled_ends_the_message_only_when_it_was_the_last()
         first, second = (loop.create_task(server.ask(f"ffn.{name}")) for name in "ab")
         loop.call_soon(first.cancel)  # while it gathers
         assert await second == "B" * SIZE
+        assert server.messages[-1] == ["ffn.b"]
 
     run(scenario())
 
@@ -291,8 +294,10 @@ def test_malformed_messages_are_refused_with_the_reason() -> None:
 
 
 def test_a_payload_is_cut_where_its_parts_end() -> None:
-    assert announced_bytes([1, 16, 0, 17]) == 16 + 16 + 0 + 32
-    assert [bytes(cast(memoryview, one)) for one in cut(b"abcdef", [2, 0, 4])] == [b"ab", b"", b"cdef"]
+    tensors = [TensorHeader(payload_bytes=size) for size in (1, 16, 0, 17)]
+    assert announced_bytes(tensors) == 16 + 16 + 0 + 32
+    payload = flat(b"abcdef")
+    assert [one.numpy().tobytes() for one in cut(payload, [2, 0, 4])] == [b"ab", b"", b"cdef"]
     for sizes in ([2, 3], [7], [1 << 64, 6]):
         with pytest.raises(PeerError, match="the payload has 6 bytes, not"):
-            cut(b"abcdef", sizes)
+            cut(payload, sizes)

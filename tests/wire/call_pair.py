@@ -16,6 +16,7 @@ from swarm.net.channels import Channels
 from swarm.net.rpc import Handlers, Method
 from swarm.net.server import Server
 from swarm.wire import peer_pb2
+from tests.wire.event_loop import run_on_loop
 
 ECHO = Method(
     name="/swarm.Test/Echo",
@@ -65,4 +66,4 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(scenario(), 30))
+    run_on_loop(scenario(), 30)

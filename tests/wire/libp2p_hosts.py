@@ -17,6 +17,7 @@ from swarm.libp2p.connection import MuxedStream, PeerConnection
 from swarm.libp2p.host import Host
 from swarm.libp2p.logic.relaying import RelayLimits
 from swarm.libp2p.relay import RelayService
+from tests.wire.event_loop import run_on_loop
 
 HERE = "127.0.0.1"
 TEST_S_MAX = 60.0
@@ -34,7 +35,7 @@ def run(test: Callable[[Scene], Awaitable[None]]) -> None:
                 for host in scene.hosts:
                     await host.close()
 
-    asyncio.run(bounded())
+    run_on_loop(bounded())
 
 
 async def echo(stream: MuxedStream) -> None:
@@ -134,6 +135,9 @@ async def tcp_server(
     writers: list[asyncio.StreamWriter] = []
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if not server.is_serving():
+            writer.transport.abort()  # it was accepted at the end
+            return
         writers.append(writer)
         await talk(reader, writer)
 
@@ -144,6 +148,7 @@ async def tcp_server(
         server.close()
         for writer in writers:
             writer.transport.abort()
+        await server.wait_closed()
 
 
 @asynccontextmanager

@@ -16,6 +16,7 @@ from averaging.reduction.partition import Plan
 from swarm.compression import find
 from swarm.net.rpc import Stream
 from swarm.wire.reduce_pb2 import ExchangeContribution, ExchangeHeader, ExchangeOpen
+from tests.wire.event_loop import run_on_loop
 from tests.wire.round_peers import (
     SMALL,
     RoundPeer,
@@ -60,7 +61,7 @@ def test_all_members_hold_the_exact_average(codec: str, cores: int, monkeypatch:
                         }
                 assert all(torch.equal(vector, was) for vector, was in zip(vectors, before, strict=True))
 
-    asyncio.run(main())
+    run_on_loop(main())
 
 
 def test_clients_and_auxiliary_peers_take_part_without_reducing() -> None:
@@ -88,7 +89,7 @@ def test_clients_and_auxiliary_peers_take_part_without_reducing() -> None:
             assert outcomes[3].vector is None
             assert outcomes[3].digest == ""
 
-    asyncio.run(main())
+    run_on_loop(main())
 
 
 def test_a_group_of_one_averages_with_itself() -> None:
@@ -101,7 +102,7 @@ def test_a_group_of_one_averages_with_itself() -> None:
             assert outcome.vector is not None
             assert torch.equal(outcome.vector, vector.half().float())
 
-    asyncio.run(main())
+    run_on_loop(main())
 
 
 def test_rounds_side_by_side_and_one_after_another() -> None:
@@ -122,7 +123,7 @@ def test_rounds_side_by_side_and_one_after_another() -> None:
                         for outcome in task.result()
                     )
 
-    asyncio.run(main())
+    run_on_loop(main())
 
 
 def test_a_slower_member_is_waited_for() -> None:
@@ -143,7 +144,7 @@ def test_a_slower_member_is_waited_for() -> None:
             assert [task.result().reason for task in early] == [None, None]
             assert late.digest == early[0].result().digest
 
-    asyncio.run(main())
+    run_on_loop(main())
 
 
 def test_a_member_that_never_comes() -> None:
@@ -158,7 +159,7 @@ def test_a_member_that_never_comes() -> None:
                 assert "deadline" in outcome.reason
                 assert str(members[2].contact.peer_id) in outcome.reason
 
-    asyncio.run(main())
+    run_on_loop(main())
 
 
 @pytest.mark.parametrize("victim", [0, 1, 3])
@@ -221,7 +222,7 @@ def test_a_member_dies_in_the_middle(victim: int) -> None:
                     )
             assert all(torch.equal(vector, was) for vector, was in zip(vectors, before, strict=True))
 
-    asyncio.run(main())
+    run_on_loop(main())
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e6])
@@ -247,7 +248,7 @@ def test_a_vector_that_cannot_be_sent_is_left_out(value: float) -> None:
             assert vector is not None
             assert torch.equal(vector[:1024], oracle(group, vectors, SMALL.chunk_bytes, without=[1])[:1024])
 
-    asyncio.run(main())
+    run_on_loop(main())
 
 
 def test_garbage_is_refused_and_its_sender_left_out() -> None:
@@ -271,7 +272,7 @@ def test_garbage_is_refused_and_its_sender_left_out() -> None:
                     assert members[3].contact.peer_id in outcome.left_out
                     assert outcome.digest == digest.result()
 
-    asyncio.run(main())
+    run_on_loop(main())
 
 
 async def _misbehave(peer: RoundPeer, group: Group, plan: Plan, nonsense: str) -> str:

@@ -18,6 +18,7 @@ from averaging.reduction.partition import Plan
 from swarm.compression import find
 from swarm.core.errors import PeerError
 from swarm.wire.reduce_pb2 import ExchangeContribution, ExchangeHeader, ExchangeOpen
+from tests.wire.event_loop import run_on_loop
 from tests.wire.round_peers import (
     SMALL,
     RoundPeer,
@@ -70,7 +71,7 @@ def test_a_sender_is_left_out_unless_its_chunks_come_in_order_and_complete(
                     assert torch.equal(outcome.vector, oracle(group, vectors, SMALL.chunk_bytes))
                     assert not outcome.left_out
 
-    asyncio.run(main())
+    run_on_loop(main())
 
 
 async def _send_in_this_order(
@@ -140,4 +141,4 @@ def test_a_second_stream_of_a_member_in_one_round_is_refused() -> None:
                 running.cancel()
 
     with contextlib.suppress(asyncio.CancelledError):
-        asyncio.run(main())
+        run_on_loop(main())

@@ -9,7 +9,6 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -26,12 +25,9 @@ from swarm.node import Node
 from swarm.runtime.sockets import open_sockets
 from swarm.wire import peer_pb2
 from tests.wire.bulk_pair import BulkPair, bulk_pair, outcome, until
+from tests.wire.event_loop import run_on_loop
 
 PUSH = StreamMethod(name="/swarm.Test/Push")
-
-
-def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
 def uses_grpc(pair: BulkPair) -> bool:
@@ -61,7 +57,7 @@ def test_one_connection_carries_one_stream_after_another() -> None:
             assert pair.bulk.connections.total == 1
             assert not uses_grpc(pair)
 
-    run(scenario)
+    run_on_loop(scenario())
 
 
 def test_streams_at_the_same_time_have_connections_of_their_own() -> None:
@@ -74,7 +70,7 @@ def test_streams_at_the_same_time_have_connections_of_their_own() -> None:
             await pair.talk(b"again")
             assert pair.bulk.connections.total == 4
 
-    run(scenario)
+    run_on_loop(scenario())
 
 
 def test_stream_without_a_free_connection_uses_grpc() -> None:
@@ -89,7 +85,7 @@ def test_stream_without_a_free_connection_uses_grpc() -> None:
                 assert await stream.receive() is None
             assert pair.bulk.connections.total == 1
 
-    run(scenario)
+    run_on_loop(scenario())
 
 
 def test_unused_connection_is_used_although_another_one_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +108,7 @@ def test_unused_connection_is_used_although_another_one_was_refused(monkeypatch:
             assert await pair.talk(b"x") == [b"x"]
             assert len(begun) == 2
 
-    run(scenario)
+    run_on_loop(scenario())
 
 
 def test_each_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,10 +119,9 @@ def test_each_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch) -> Non
             [address] = pair.contact.addresses
 
             async def resolve(name: str, port: int, **options: Any) -> list[Any]:
-                return [
-                    (socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, port))
-                    for host in ("127.0.0.2", "127.0.0.3", "127.0.0.1")
-                ]
+                # uvloop also resolves the addresses that it connects to
+                hosts = ("127.0.0.2", "127.0.0.3", "127.0.0.1") if name == "peer.example" else (name,)
+                return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, port)) for host in hosts]
 
             monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolve)
             pair.contact = Contact(pair.contact.peer_id, (Address("peer.example", address.port),))
@@ -134,7 +129,7 @@ def test_each_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch) -> Non
             assert pair.bulk.connections.total == 1
             assert not uses_grpc(pair)
 
-    run(scenario)
+    run_on_loop(scenario())
 
 
 def test_caller_that_has_got_everything_may_leave_before_the_end() -> None:
@@ -152,7 +147,7 @@ def test_caller_that_has_got_everything_may_leave_before_the_end() -> None:
             assert pair.bulk.connections.total == 1
             assert pair.errors == []
 
-    run(scenario)
+    run_on_loop(scenario())
 
 
 @pytest.mark.parametrize("finished", [True, False])
@@ -181,7 +176,7 @@ def test_caller_that_leaves_ends_its_handler(finished: bool) -> None:
             assert isinstance(error[0], asyncio.CancelledError)
             await unused(pair)
 
-    run(scenario)
+    run_on_loop(scenario())
 
 
 def test_cancelled_send_and_receive_end_the_stream() -> None:
@@ -209,7 +204,7 @@ def test_cancelled_send_and_receive_end_the_stream() -> None:
                 await unused(pair)
             assert await pair.talk(b"x") == [b"x"]
 
-    run(scenario)
+    run_on_loop(scenario())
 
 
 @pytest.mark.parametrize("case", ["an older peer", "a forwarded port", "a closed port", "a malformed answer"])
@@ -237,7 +232,7 @@ def test_stream_uses_grpc_where_there_is_no_bulk_path(case: str) -> None:
             assert uses_grpc(pair)
             assert asked <= 1, "it is not tried again soon"
 
-    run(scenario)
+    run_on_loop(scenario())
 
 
 def test_peer_without_a_bulk_path_is_asked_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +247,7 @@ def test_peer_without_a_bulk_path_is_asked_again_later(monkeypatch: pytest.Monke
             assert await pair.talk(b"x") == [b"x"]
             assert pair.bulk.connections.total == 1
 
-    run(scenario)
+    run_on_loop(scenario())
 
 
 def test_peers_that_may_not_call_a_method_are_refused_with_the_same_error() -> None:
@@ -264,7 +259,7 @@ def test_peers_that_may_not_call_a_method_are_refused_with_the_same_error() -> N
             assert "you are not invited" in str(error)
             assert pair.received == []
 
-    run(scenario)
+    run_on_loop(scenario())
 
 
 def test_streams_count_among_the_calls_of_a_caller() -> None:
@@ -278,7 +273,7 @@ def test_streams_count_among_the_calls_of_a_caller() -> None:
             await pair.talk(b"x")
             await until(lambda: not pair.server.calls.by_peer)  # counted until its last frame is sent
 
-    run(scenario)
+    run_on_loop(scenario())
 
 
 def test_bytes_are_counted_at_both_ends() -> None:
@@ -296,7 +291,7 @@ def test_bytes_are_counted_at_both_ends() -> None:
                 assert 0 <= sent - (1 << 20) - 1000 < 200
                 assert 0 <= received - (1 << 20) - 1000 < 200
 
-    run(scenario)
+    run_on_loop(scenario())
 
 
 @pytest.mark.parametrize("way", ["up", "down"])
@@ -328,7 +323,7 @@ def test_caps_hold_for_bulk_bytes(way: str) -> None:
             took_s = time.monotonic() - began_s
             assert took_s > 0.9 * (pieces * size_bytes * WIRE_PER_BYTE / bytes_per_s - 0.05)
 
-    run(scenario)
+    run_on_loop(scenario())
 
 
 def test_stream_fails_at_its_deadline() -> None:
@@ -339,7 +334,7 @@ def test_stream_fails_at_its_deadline() -> None:
                     await stream.receive()
             await unused(pair)
 
-    run(scenario)
+    run_on_loop(scenario())
 
 
 @pytest.mark.timing
@@ -361,7 +356,7 @@ def test_deadline_includes_connecting(monkeypatch: pytest.MonkeyPatch) -> None:
                         await stream.receive()
                 assert time.monotonic() - began_s < 5.0
 
-    run(scenario)
+    run_on_loop(scenario())
 
 
 @pytest.mark.timing
@@ -383,7 +378,7 @@ def test_deadline_includes_asking_for_a_token() -> None:
                     await stream.receive()
             assert time.monotonic() - began_s < 3.0
 
-    run(scenario)
+    run_on_loop(scenario())
 
 
 def test_unused_connections_are_closed() -> None:
@@ -395,7 +390,7 @@ def test_unused_connections_are_closed() -> None:
             await pair.channels.close_idle()
             await unused(pair)
 
-    run(scenario)
+    run_on_loop(scenario())
 
 
 def test_forgotten_peer_has_no_connection_left() -> None:
@@ -410,7 +405,7 @@ def test_forgotten_peer_has_no_connection_left() -> None:
                     await stream.receive()
             await unused(pair)
 
-    run(scenario)
+    run_on_loop(scenario())
 
 
 def test_caller_notices_that_an_unused_connection_was_closed() -> None:
@@ -421,7 +416,7 @@ def test_caller_notices_that_an_unused_connection_was_closed() -> None:
             assert await pair.talk(b"y") == [b"y"]
             assert uses_grpc(pair)
 
-    run(scenario)
+    run_on_loop(scenario())
 
 
 def test_stopping_server_ends_its_bulk_streams() -> None:
@@ -433,7 +428,7 @@ def test_stopping_server_ends_its_bulk_streams() -> None:
             with pytest.raises(NetworkError, match="closing"):
                 await stream.receive()
 
-    run(scenario)
+    run_on_loop(scenario())
 
 
 @pytest.mark.timing
@@ -454,7 +449,7 @@ def test_streams_of_both_transports_have_the_same_time_to_end() -> None:
                     await pair.server.stop(1.0)
                     assert time.monotonic() - began_s < 1.9
 
-    run(scenario)
+    run_on_loop(scenario())
 
 
 def test_bulk_port_is_10000_above_the_port_that_the_user_sets_if_it_is_free() -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 
 import pytest
@@ -26,14 +25,11 @@ from tests.wire.bulk_pair import (
     is_closed,
     outcome,
 )
+from tests.wire.event_loop import run_on_loop
 
 # Frames to the callee are a proof, an opening and messages; those to the caller a proof and messages.
 MESSAGES = [b"first" * 100, b"second" * 100, b"third" * 100]
 PLACES = [("to callee", 2), ("to callee", 3), ("to caller", 1), ("to caller", 2)]
-
-
-def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
 class Attack:
@@ -121,7 +117,7 @@ def test_changed_frames_end_the_stream(
                 assert any(str(one) in caplog.text for one in named), "the peer is named"
             assert await pair.talk(b"again") == [b"again"], "on another connection"
 
-    run(scenario)
+    run_on_loop(scenario())
 
 
 def test_frames_of_one_connection_do_not_fit_into_another() -> None:
@@ -144,7 +140,7 @@ def test_frames_of_one_connection_do_not_fit_into_another() -> None:
             assert isinstance(error, NetworkError)
             assert pair.received == [b"one", b"two"]
 
-    run(scenario)
+    run_on_loop(scenario())
 
 
 def test_frames_of_one_stream_do_not_fit_into_the_next_one() -> None:
@@ -165,7 +161,7 @@ def test_frames_of_one_stream_do_not_fit_into_the_next_one() -> None:
             assert pair.bulk.connections.total <= 1
             assert pair.received == [b"one"]
 
-    run(scenario)
+    run_on_loop(scenario())
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -181,7 +177,7 @@ def test_who_answers_at_the_port_without_the_secret_gets_nothing(number: int) ->
             assert await pair.talk(*MESSAGES) == MESSAGES
             assert pair.channels.connection_to(pair.contact.peer_id, 1) is not None
 
-    run(scenario)
+    run_on_loop(scenario())
 
 
 def test_unknown_late_and_used_tokens_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +195,7 @@ def test_unknown_late_and_used_tokens_are_refused(monkeypatch: pytest.MonkeyPatc
             await asyncio.sleep(0.1)
             assert await is_closed(await pair.connected(late))
 
-    run(scenario)
+    run_on_loop(scenario())
 
 
 def test_token_without_its_secret_is_worth_nothing() -> None:
@@ -215,7 +211,7 @@ def test_token_without_its_secret_is_worth_nothing() -> None:
                 await thief.receive()
             assert await is_closed(await pair.connected(reply))
 
-    run(scenario)
+    run_on_loop(scenario())
 
 
 def test_secret_is_bound_to_the_peer_that_asked() -> None:
@@ -230,7 +226,7 @@ def test_secret_is_bound_to_the_peer_that_asked() -> None:
             with pytest.raises(BulkLost):
                 await other.receive()
 
-    run(scenario)
+    run_on_loop(scenario())
 
 
 def test_port_closes_every_connection_while_no_token_is_out() -> None:
@@ -239,7 +235,7 @@ def test_port_closes_every_connection_while_no_token_is_out() -> None:
             for _ in range(40):
                 assert await is_closed(await pair.bare())
 
-    run(scenario)
+    run_on_loop(scenario())
 
 
 @pytest.mark.parametrize("first", [b"GET / HTTP/1.1\r\n", b"\x16\x03\x01", MAGIC[:-1] + b"2", bytes(1 << 16)])
@@ -251,7 +247,7 @@ def test_anything_but_a_token_is_closed_at_its_first_byte(first: bytes) -> None:
             await asyncio.get_running_loop().sock_sendall(one, first)
             assert await is_closed(one, 1.0)
 
-    run(scenario)
+    run_on_loop(scenario())
 
 
 def test_silent_connections_are_closed_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +262,7 @@ def test_silent_connections_are_closed_after_a_while(monkeypatch: pytest.MonkeyP
                 assert await is_closed(one, 2.0)
             assert pair.bulk.connections.total == 0
 
-    run(scenario)
+    run_on_loop(scenario())
 
 
 def test_honest_caller_connects_during_a_flood_of_silent_connections(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,7 +283,7 @@ def test_honest_caller_connects_during_a_flood_of_silent_connections(monkeypatch
                 assert sum(closed) >= 2 * bulk_server.UNPROVEN_MAX
                 assert not closed[-1], "the oldest are closed first"
 
-    run(scenario)
+    run_on_loop(scenario())
 
 
 def test_tokens_of_a_peer_are_limited() -> None:
@@ -298,7 +294,7 @@ def test_tokens_of_a_peer_are_limited() -> None:
             assert pair.ticket(Identity.generate().peer_id).port, "others get theirs"
             assert await pair.talk(b"x") == [b"x"], "over gRPC"
 
-    run(scenario)
+    run_on_loop(scenario())
 
 
 def test_connection_without_streams_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,7 +306,7 @@ def test_connection_without_streams_is_closed(monkeypatch: pytest.MonkeyPatch) -
             with pytest.raises(BulkLost):
                 await connection.receive()
 
-    run(scenario)
+    run_on_loop(scenario())
 
 
 @pytest.mark.parametrize("kind", [FrameKind.PROOF, FrameKind.OPEN])
@@ -329,7 +325,7 @@ def test_large_frame_where_only_a_small_one_is_due_is_refused_by_its_header(kind
             await loop.sock_sendall(raw, kind.to_bytes(4, "little") + (4 << 20).to_bytes(4, "little"))
             assert await is_closed(raw, within_s=2.0)
 
-    run(scenario)
+    run_on_loop(scenario())
 
 
 def test_announced_message_that_does_not_arrive_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,7 +352,7 @@ def test_announced_message_that_does_not_arrive_is_given_up(monkeypatch: pytest.
             assert b"the first message did not arrive in time" in body
             raw.close()
 
-    run(scenario)
+    run_on_loop(scenario())
 
 
 def test_messages_after_the_end_of_a_stream_are_neither_kept_nor_opened() -> None:
@@ -384,7 +380,7 @@ def test_messages_after_the_end_of_a_stream_are_neither_kept_nor_opened() -> Non
                 await loop.sock_sendall(raw, sealed(key, FrameKind.END))
             raw.close()
 
-    run(scenario)
+    run_on_loop(scenario())
 
 
 def test_caller_that_never_ends_its_stream_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,7 +398,7 @@ def test_caller_that_never_ends_its_stream_is_cut_off(monkeypatch: pytest.Monkey
             with pytest.raises(BulkLost):
                 await push()
 
-    run(scenario)
+    run_on_loop(scenario())
 
 
 @pytest.mark.parametrize("kind", [FrameKind.OPEN, FrameKind.PROOF, FrameKind.END])
@@ -422,7 +418,7 @@ def test_frames_out_of_turn_end_the_connection(kind: FrameKind) -> None:
             await pair.ended.wait()
             assert isinstance(pair.errors[0], NetworkError | asyncio.CancelledError)
 
-    run(scenario)
+    run_on_loop(scenario())
 
 
 def test_port_whose_packets_are_dropped_costs_a_moment_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -452,7 +448,7 @@ def test_port_whose_packets_are_dropped_costs_a_moment_once(monkeypatch: pytest.
             for one in (full, *waiting):
                 one.close()
 
-    run(scenario)
+    run_on_loop(scenario())
 
 
 def test_many_tiny_frames_leave_turns_to_other_tasks() -> None:
@@ -483,4 +479,4 @@ def test_many_tiny_frames_leave_turns_to_other_tasks() -> None:
             assert turns > frames / 20
             raw.close()
 
-    run(scenario)
+    run_on_loop(scenario())

@@ -35,6 +35,7 @@ from swarm.core.presets import WAN
 from swarm.net.rpc import Stream
 from swarm.node import Node
 from swarm.testing.devices import HostReads, LateQueue
+from tests.wire.event_loop import run_on_loop
 from tests.wire.round_peers import make_group, peers
 from tests.wire.some_nodes import nodes_of
 
@@ -283,7 +284,7 @@ def test_a_dead_reducers_shard_is_taken_over_without_a_wait_on_the_loop() -> Non
                 assert queue.waits
                 assert threading.current_thread().name not in queue.waits + queue.host_allocations
 
-    asyncio.run(main())
+    run_on_loop(main())
 
 
 @pytest.mark.parametrize("kind", ["plain", "int8-with-error-feedback"])

@@ -33,6 +33,7 @@ from swarm.node import Node
 from swarm.testing import records
 from swarm.wire.calls_pb2 import Call, CallBatch
 from swarm.wire.dht_pb2 import DhtFindQuery, DhtFindRequest, DhtStoreReply, DhtStoreRequest
+from tests.wire.event_loop import run_on_loop
 
 # of the loop's own processor time between two turns; a whole second was taken before
 TURN_CPU_S_MAX = 0.1
@@ -100,7 +101,7 @@ async def channel_to(
 
 
 def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    run_on_loop(scenario(), 60)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from moe.protocol.declarations import ExpertReplica
 from moe.protocol.names import ExpertUid
 from swarm.core.errors import DeadlineExceeded
 from swarm.testing.identities import SeededIdentity
+from tests.wire.event_loop import run_on_loop
 from tests.wire.expert_pair import pair
 
 COUNT, WIDTH = 300, 8
@@ -96,4 +97,4 @@ def test_a_call_waits_for_a_slot_until_its_deadline() -> None:
         await call(0.0)
         assert under_way == 0
 
-    asyncio.run(scenario())
+    run_on_loop(scenario())

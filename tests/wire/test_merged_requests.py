@@ -21,7 +21,7 @@ from moe.protocol.parts import PARTS_MAX, announced_bytes
 from moe.server.compute import ComputeThread
 from moe.server.jobs import Job
 from moe.server.pass_runner import PassRunner
-from swarm.core.errors import PeerError, SwarmError
+from swarm.core.errors import NetworkError, PeerError, SwarmError
 from swarm.wire import expert_pb2
 from swarm.wire.expert_pb2 import ExpertReply, ExpertRequest, TensorHeader
 from tests.wire.expert_pair import Pair, expert, gated, network, pair, sgd, until
@@ -230,7 +230,8 @@ async def answers_of(two: Pair, message: ExpertRequest) -> list[tuple[int, bytes
     payload = torch.ones(message.payload_bytes // 4).numpy().tobytes()
     async with two.guest.channels.open_stream(two.replica.contact, EXCHANGE, timeout_s=5.0) as stream:
         await stream.send(message.SerializeToString())
-        await stream.send(payload)
+        with contextlib.suppress(NetworkError):  # who refuses the message does not read on
+            await stream.send(payload)
         while len(found) <= len(message.more):
             raw = await stream.receive()
             assert raw is not None
@@ -238,7 +239,7 @@ async def answers_of(two: Pair, message: ExpertRequest) -> list[tuple[int, bytes
             assert reply.parts == len(message.more) + 1
             tensors = (await receive_payload(stream, reply.payload_bytes)).numpy().tobytes()
             for one in (reply, *reply.more):
-                size = announced_bytes(header.payload_bytes for header in one.tensors)
+                size = announced_bytes(one.tensors)
                 found[one.part], tensors = (one.status, tensors[:size]), tensors[size:]
     return [answer for _, answer in sorted(found.items())]
 
@@ -285,6 +286,34 @@ def test_malformed_messages_are_refused_and_nothing_is_computed() -> None:
         assert statuses(wrong) == [expert_pb2.EXPERT_OK, refused, expert_pb2.EXPERT_OK]
         experts = two.server.statistics().experts
         assert {uid: one.version for uid, one in experts.items()} == {"ffn.0": 1, "ffn.1": 0, "ffn.2": 1}
+
+
+class Wide(torch.nn.Module):
+    """Returns 256 KiB for each sample."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.repeat(1, (256 << 10) // (4 * WIDTH))
+
+
+def test_a_part_whose_answer_is_too_large_leaves_room_for_later_ones() -> None:
+    """All answers together have at most 4 MiB. Before, the size of a refused one counted as well."""
+    with pair({uid: expert(Wide()) for uid in UIDS}) as two:
+        parts = [
+            ExpertRequest(
+                uid=uid,
+                schema_digest=two.replica.schema,
+                batch=batch,
+                tensors=[TensorHeader(payload_bytes=4 * WIDTH * batch)],
+            )
+            for uid, batch in zip(UIDS, (10, 7, 6), strict=True)
+        ]
+        message = parts[0]
+        message.more.extend(parts[1:])
+        message.payload_bytes = 4 * WIDTH * (10 + 7 + 6)
+        answers = two.run(answers_of(two, message))
+        ok, refused = expert_pb2.EXPERT_OK, expert_pb2.EXPERT_REFUSED
+        assert [status for status, _ in answers] == [ok, refused, ok]
+        assert [len(tensors) >> 18 for _, tensors in answers] == [10, 0, 6]
 
 
 def test_a_part_that_hangs_does_not_keep_the_answers_of_the_others(

@@ -20,6 +20,7 @@ from swarm.net.channels import IDLE_S, Channels, ConnectionLimits
 from swarm.net.dial import dial
 from swarm.net.rpc import Handlers, Stream, StreamMethod
 from swarm.net.server import CallLimits, Server
+from tests.wire.event_loop import run_on_loop
 
 TALK = StreamMethod(name="/swarm.Test/Talk", message_bytes_max=1 << 20)
 
@@ -84,7 +85,7 @@ async def line(
 
 
 def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(scenario(), 30))
+    run_on_loop(scenario(), 30)
 
 
 async def read_all(stream: Stream) -> None:
@@ -412,7 +413,7 @@ def test_idle_stream_lives_beside_the_closing_of_unused_connections(idle_s: floa
                 assert await stream.receive() == b"after"
                 await stream.finish()
 
-    asyncio.run(asyncio.wait_for(scenario(), idle_s + 30.0))
+    run_on_loop(scenario(), idle_s + 30.0)
 
 
 def test_a_refusal_while_the_first_message_is_on_its_way_ends_the_call(

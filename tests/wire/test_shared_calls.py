@@ -25,6 +25,7 @@ from swarm.net.rpc import Handlers, Method
 from swarm.net.server import CallLimits, Server
 from swarm.wire import peer_pb2
 from swarm.wire.calls_pb2 import AnswerBatch, Call, CallBatch
+from tests.wire.event_loop import run_on_loop
 
 ECHO = Method(name="/swarm.Test/Echo", request=peer_pb2.Hello, reply=peer_pb2.Hello)
 DIRECT = Method(name="/swarm.Test/Direct", request=peer_pb2.Hello, reply=peer_pb2.Hello)
@@ -95,7 +96,7 @@ async def to_its_end(stream: Any) -> None:
 
 
 def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(scenario(), 30))
+    run_on_loop(scenario(), 30)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -178,7 +179,7 @@ def test_a_handler_that_never_waits_is_counted_in_and_out_and_kept_to_the_limits
             assert seen == [1, *range(1, 21)]
             await until(lambda: two.open_calls == 0)
 
-    asyncio.run(scenario())
+    run_on_loop(scenario())
 
 
 def test_a_call_that_is_cancelled_before_it_begins_is_counted_out() -> None:

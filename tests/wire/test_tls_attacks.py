@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -19,6 +18,7 @@ from swarm.net.channels import Channels
 from swarm.net.rpc import Handlers, Method
 from swarm.net.server import Server
 from swarm.wire import peer_pb2
+from tests.wire.event_loop import run_on_loop
 
 WHO = Method(name="/swarm.Test/WhoAmI", request=peer_pb2.Contact, reply=peer_pb2.Contact)
 ALICE, MALLORY, CALLER = Identity.generate(), Identity.generate(), Identity.generate()
@@ -59,7 +59,7 @@ async def ask(port: int, anchor: bytes, peer_id: PeerId, key: bytes | None, cert
 
 
 def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(scenario())  # type: ignore[arg-type]
+    run_on_loop(scenario())  # type: ignore[arg-type]
 
 
 def test_every_handler_gets_the_authenticated_caller() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import socket
 import sys
@@ -12,6 +11,7 @@ import pytest
 from swarm.core.standing import PeerStanding
 from swarm.net.connections import AWAY_S, Connections
 from swarm.testing.identities import SeededIdentity
+from tests.wire.event_loop import run_on_loop
 
 MEMBER, STRANGER = (SeededIdentity(name).peer_id for name in ("member", "stranger"))
 NOW_S = 100.0
@@ -80,4 +80,4 @@ def test_a_network_with_too_many_connections_is_filtered_for_a_while_except_its_
             await kept.close_surplus(NOW_S + 1.0 + AWAY_S)
             assert connects("127.0.7.2", port), "it is let in again"
 
-    asyncio.run(asyncio.wait_for(scenario(), 30))
+    run_on_loop(scenario(), 30)

@@ -23,7 +23,9 @@ from swarm.core.errors import UsageError
 
 # a limit set by memory grows by 1/64 with each successful batch: it doubles in 45 batches
 _RECOVERY = 64
-_RATES_MAX = 1024  # queues whose batches' times are remembered; the one that began first is forgotten
+# Queues whose batches' times are remembered: 2 × EXPERTS_MAX, for both directions of every expert of a
+# server. The least recently used one is forgotten.
+_RATES_MAX = 8192
 _REMOVED_MAX = 1024  # entries of removed requests in the heap of all queues
 _IDLE_CALLERS_MAX = 1024  # without waiting requests whose virtual ends are remembered
 # of the samples per second of the best class. Larger: more delay for little throughput
@@ -161,7 +163,7 @@ class Batcher:
         self._virtual_time = 0.0
         # the most samples of a batch, for queues whose batches ran out of memory
         self._memory_limits: dict[Hashable, float] = {}
-        self._rates: dict[Hashable, BatchRates] = {}
+        self._rates: dict[Hashable, BatchRates] = {}  # the least recently used one is the first
 
     @property
     def queued(self) -> int:
@@ -274,9 +276,11 @@ class Batcher:
 
     def record(self, queue: Hashable, samples: int, seconds: float) -> None:
         """Record how long the computation of a batch of this queue took."""
-        if queue not in self._rates and len(self._rates) >= _RATES_MAX:
+        rates = self._rates.pop(queue, None) or BatchRates()
+        self._rates[queue] = rates  # the most recently used one is the last
+        if len(self._rates) > _RATES_MAX:
             del self._rates[next(iter(self._rates))]
-        self._rates.setdefault(queue, BatchRates()).record(samples, seconds)
+        rates.record(samples, seconds)
 
     def due_s(self) -> float | None:
         """Return when the next batch is due, which may be in the past; None when no request waits."""

@@ -17,6 +17,7 @@ Pure: times are seconds of a monotonic clock.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import Counter, OrderedDict
@@ -61,12 +62,15 @@ def circle_of(key: Key) -> str | None:
     The list of runs counts as a run of its own, whose members no certificate names. Declarations of experts
     count as a run to which the members of all runs belong.
     """
-    run = run_of(key)
-    if run is not None:
-        return run
-    if key.namespace in _EXPERT_NAMESPACES:
-        return _EXPERTS
-    return _LISTING if key == LISTING_KEY else None
+    if key.namespace == LISTING_KEY.namespace:
+        return _LISTING if key == LISTING_KEY else None
+    return _circle_of_namespace(key.namespace)
+
+
+@functools.lru_cache(1024)  # every read asks, several times
+def _circle_of_namespace(namespace: str) -> str | None:
+    run = run_of(namespace)
+    return _EXPERTS if run is None and namespace in _EXPERT_NAMESPACES else run
 
 
 @dataclass(slots=True)
@@ -191,11 +195,12 @@ class Companions:
     def is_checked(self, key: Key, owners: Collection[Owner], now_s: float, now_us: int) -> bool:
         """Return whether members were asked recently, and everything that they had then was found again."""
         read = self._reads.get(key)
-        return (
-            read is not None
-            and now_s - read.asked_s < CHECK_INTERVAL_S
-            and all(owner in owners for owner, expires_us in read.owners.items() if expires_us > now_us)
-        )
+        if read is None or now_s - read.asked_s >= CHECK_INTERVAL_S:
+            return False
+        for owner, expires_us in read.owners.items():  # no generator: every read asks
+            if expires_us > now_us and owner not in owners:
+                return False
+        return True
 
     def on_answer(self, key: Key, owners: Mapping[Owner, int], now_s: float, now_us: int) -> None:
         """Remember what a member has under a key: the owners of its records, with their expiration in µs."""

@@ -59,7 +59,7 @@ class Record:
     @property
     def run(self) -> str | None:
         """Return the id of the run whose namespace the key is in, None in other namespaces."""
-        return run_of(self.key)
+        return run_of(self.key.namespace)
 
     @property
     def version(self) -> tuple[int, bytes]:
@@ -195,9 +195,9 @@ def _is_flat(value: Value) -> bool:
     return not any(containers)
 
 
-def run_of(key: Key) -> str | None:
-    """Return the id of the run whose namespace a key is in, None in other namespaces."""
-    return key.namespace.removeprefix(_RUN_PREFIX) if is_run_namespace(key.namespace) else None
+def run_of(namespace: str) -> str | None:
+    """Return the id of the run whose namespace this is, None for other namespaces."""
+    return namespace.removeprefix(_RUN_PREFIX) if is_run_namespace(namespace) else None
 
 
 def is_run_namespace(namespace: str) -> bool:
