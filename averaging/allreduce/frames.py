@@ -28,8 +28,7 @@ SEND_BUFFER_BYTES = (
     512 << 10
 )  # bytes that a stream's buffers may accept at once; their speed says nothing about the link
 _ANNOUNCEMENT_BYTES_MAX = 32
-# The largest growth from one frame to the next; the last frame of a message, and a small message, count, too.
-_GROWTH = 4
+_GROWTH = 4  # a frame is at most this many times as large as what was sent before it
 
 
 @dataclass(slots=True)

@@ -191,11 +191,7 @@ class EpochCloser:
                 return self.step_alone(result, failed)
             if failed or again:
                 self._tracker.announce_full(epoch)
-            try:
-                result = self._averager.average(epoch, self.is_obsolete, OBSOLETE_ROUND_GRACE_S)
-            except BaseException:
-                self._mode.failed("cancelled")
-                raise
+            result = self._averager.average(epoch, self.is_obsolete, OBSOLETE_ROUND_GRACE_S)
             if not result.failed:
                 return self.committed(result, failed)
             failed += 1
@@ -313,10 +309,8 @@ class EpochCloser:
         try:
             yield
         except BaseException:
-            if self._state.epoch == epoch:
-                self._mode.failed("cancelled")
-                if self._history is not None and root is not None:
-                    self._history.restore(root)
+            if self._history is not None and root is not None and self._state.epoch == epoch:
+                self._history.restore(root)
             raise
 
     def failed(self, result: RoundResult, failed: int) -> CloseOutcome | None:

@@ -32,6 +32,7 @@ _TOO_SLOW = (
     " (a step of this peer takes longer than an epoch of the others: "
     "make its steps smaller, or target_batch_size larger)"
 )
+_TOO_LATE = "their epoch is too long ago"
 _COUNTED = "their round was completed by the others, and its step was not made here"
 _RATE_GAIN = 0.2  # weight of the newest step in the running estimate of samples/s
 
@@ -85,23 +86,28 @@ class EpochLoop:
         """Account for one local step of `samples` samples and close the epoch when it is full. Return a
         report of this call.
         """
-        with self._turn():
-            try:
-                return self._step(samples)
-            except BaseException:  # Ctrl-C between two statements: no round may continue without an owner
-                if self._background is None:
-                    self._averager.cancel()
-                raise
+        with self.turn():
+            return self._step(samples)
 
     @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Raise UsageError where another thread is inside: it would count samples twice, or lose them."""
+    def turn(self) -> Iterator[None]:
+        """Keep other threads out of one call of the trainer's. Raise UsageError where another thread is
+        inside: this one would count samples twice, or lose them.
+
+        After an error or Ctrl-C, even between two statements, no round continues without an owner, and the
+        mode keeps the samples of a round that has not moved the state.
+        """
         if not self._inside.acquire(blocking=False):
             raise UsageError(
                 "another thread is in a call of this optimizer: make its calls from one thread at a time"
             )
         try:
             yield
+        except BaseException:
+            if self._background is None:
+                self._averager.cancel()
+                self._mode.failed("cancelled")
+            raise
         finally:
             self._inside.release()
 
@@ -140,7 +146,7 @@ class EpochLoop:
 
     def load(self, timeout_s: float, codec: str = EXACT, on_progress: OnProgress | None = None) -> LoadResult:
         """Download the state. Afterwards this peer serves it to others, too."""
-        with self._turn():
+        with self.turn():
             return self._load(timeout_s, codec, on_progress)
 
     def _load(self, timeout_s: float, codec: str, on_progress: OnProgress | None) -> LoadResult:
@@ -175,7 +181,7 @@ class EpochLoop:
         if not self._started or not self._tracker.wait_full(epoch, timeout_s):
             return None
         report = StepReport(epoch=epoch, stepped=False, samples=0, accumulated=self._learner.samples)
-        with self._turn():
+        with self.turn():
             return self._join_round(report)
 
     def _join_round(self, report: StepReport) -> StepReport:
@@ -205,6 +211,9 @@ class EpochLoop:
         """
         self._cancel_background_round()
         self._retry_at_samples = self._failed_at_samples = 0
+        self._closer.has_lost_round = (
+            False  # its samples are dropped, or those of the checkpoint replace them
+        )
         self._tracker.begin_epoch(self._state.epoch)
         self._donor.start()
         self._donor.changed()
@@ -312,16 +321,19 @@ class EpochLoop:
             why = f"{why}; {given_up} epochs that this peer made while it was cut off are given up"
             for hook in list(self.reunion_hooks.values()):
                 hook()
-        may_be_counted = self._closer.has_lost_round
+        is_counted = self._closer.has_lost_round
         self._learner.suspend()
         _log.info("downloading the state again: %s", why)
         loaded = self.load(self._load_timeout_s)
         if loaded.dropped:
             history = self._tracker.history
             is_parted = history is not None and history.has_parted
-            cause = "they are of a history that is given up" if is_parted else "their epoch is too long ago"
-            cause = _COUNTED if may_be_counted else cause
-            cause += _TOO_SLOW if math.isinf(self._absence_s) and not (is_parted or may_be_counted) else ""
+            if is_counted:
+                cause = _COUNTED
+            elif is_parted:
+                cause = "they are of a history that is given up"
+            else:
+                cause = _TOO_LATE + (_TOO_SLOW if math.isinf(self._absence_s) else "")
             why += f"; {loaded.dropped} samples are dropped, for {cause}"
         if dropped + loaded.dropped:
             _log.warning("%d samples of this peer are dropped: %s", dropped + loaded.dropped, why)
@@ -403,11 +415,7 @@ class EpochLoop:
             return self._finish_close(report, self._closer.step_alone(None, 0), contributed)
         if self._retry_at_samples:
             self._tracker.announce_full(epoch)
-        try:
-            background_round = self._averager.begin(epoch, self._closer.is_obsolete, OBSOLETE_ROUND_GRACE_S)
-        except BaseException:
-            self._mode.failed("cancelled")
-            raise
+        background_round = self._averager.begin(epoch, self._closer.is_obsolete, OBSOLETE_ROUND_GRACE_S)
         self._background = _BackgroundEpoch(background_round, epoch, contributed, self._clock.monotonic_s())
         return replace(report, accumulated=self._learner.samples)
 

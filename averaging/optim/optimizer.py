@@ -149,10 +149,8 @@ class Optimizer(DelegatingOptimizer):
         check_codec(options, traits)
         sync_epochs = traits.state_sync_epochs if state_sync_epochs is None else state_sync_epochs
         check_extra_tensors(self._state, are_averaged=traits.canonical and sync_epochs > 0)
-        node.network.run(
-            self._open(replace(options, state_sync_epochs=sync_epochs), config),
-            TURN_S_MAX,
-        )
+        options = replace(options, state_sync_epochs=sync_epochs)
+        node.network.run(self._open(options, config), TURN_S_MAX)
 
     async def _open(self, options: AveragingOptions, config: OptimizerConfig) -> None:
         node, mode = self.node, self._mode
@@ -361,18 +359,19 @@ class Optimizer(DelegatingOptimizer):
         """Continue from the state of a checkpoint; what was accumulated is dropped. Raise PeerError, with
         nothing changed, when it does not fit.
         """
+        self._check_open()
         past = past_of_header(read_header(blob)[0])
-        self._state.load(blob)
-        with self._state.lock:
-            self._mode.learner.loaded()
-        self._restore_history(past)
-        self._hyperparameters.record()
-        self._loop.resumed()
+        with self._loop.turn():
+            self._state.load(blob)
+            with self._state.lock:
+                self._mode.learner.loaded()
+            self._resumed(past)
 
     # --- settings that the run's owner may change during the run
 
     def set_target(self, target_batch_size: int) -> None:
         """Set the number of samples in an epoch from now on."""
+        self._check_open()
         self.target_batch_size = arguments.check_samples(target_batch_size)
         self._tracker.set_target(self.target_batch_size)
 
@@ -422,31 +421,31 @@ class Optimizer(DelegatingOptimizer):
         """Resume from `state_dict()`, or from the inner optimizer's own, which keeps the present epoch.
         Load the model's parameters separately, before this: from now on this peer gives its state to others.
         """
+        self._check_open()
         plain = {key: value for key, value in state_dict.items() if key != "swarm"}
         swarm = state_dict.get("swarm")
         past = read_chain_text(swarm["history"]) if swarm is not None and "history" in swarm else None
-        self._loop.close()  # a round in the background belongs to another history
-        with self._state.lock:
-            if swarm is not None:  # first, because the mode refuses what was saved in another one
-                self._mode.load_state_dict(swarm["accumulated"])
-                self._averager.load_feedback(swarm["feedback"])
-            self.inner.load_state_dict(plain)
-            if swarm is None:
-                self._mode.learner.restart()
-            elif self._state.scheduler is not None and swarm["scheduler"] is not None:
-                self._state.scheduler.load_state_dict(swarm["scheduler"])
-            self._state.mark_changed(
-                int(swarm["epoch"]) if swarm is not None else self._state.epoch,
-                root=past.end if past is not None else None,
-            )
-        self._restore_history(past)
-        self._hyperparameters.record()
-        self._loop.resumed()
+        with self._loop.turn():
+            self._loop.close()  # a round in the background belongs to another history
+            with self._state.lock:
+                if swarm is not None:  # first, because the mode refuses what was saved in another one
+                    self._mode.load_state_dict(swarm["accumulated"])
+                    self._averager.load_feedback(swarm["feedback"])
+                self.inner.load_state_dict(plain)
+                if swarm is None:
+                    self._mode.learner.restart()
+                elif self._state.scheduler is not None and swarm["scheduler"] is not None:
+                    self._state.scheduler.load_state_dict(swarm["scheduler"])
+                epoch = self._state.epoch if swarm is None else int(swarm["epoch"])
+                self._state.mark_changed(epoch, root=None if past is None else past.end)
+            self._resumed(past)
 
-    def _restore_history(self, past: Chain | None) -> None:
-        """Continue the history that a checkpoint names, where it names one."""
+    def _resumed(self, past: Chain | None) -> None:
+        """Continue from a state that has just been loaded, in the history that a checkpoint names."""
         if self._history is not None and past is not None:
             self._history.restore(past)
+        self._hyperparameters.record()
+        self._loop.resumed()
 
     def register_reunion_hook(self, hook: Callable[[Optimizer], None]) -> RemovableHandle:
         """Call `hook(optimizer)` on the trainer's thread when this peer was cut off, continued by itself, and

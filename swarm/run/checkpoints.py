@@ -51,7 +51,7 @@ class CheckpointWriter:
         self._checkpoints = Checkpoints(config.folder, kept_max=config.kept_max)
         self._writing: threading.Thread | None = None
         self._next_s = time.monotonic() + config.every_s
-        self._epoch = -1  # epoch of the last checkpoint
+        self._epoch = -1  # epoch of the last complete checkpoint
         self._write_s = 0.0  # duration of the last write
         self._is_last = False  # the volunteer leaves
 
@@ -125,9 +125,8 @@ class CheckpointWriter:
             self._emit(Notice(text=text))
 
     def close(self, optimizer: Optimizer, stop: threading.Event) -> None:
-        """Write a last checkpoint. Where the run has ended, this waits until it is written, or `stop` is set.
-        Where `stop` is set, because somebody wants this process to end, it waits for a second only, and
-        writes none if an earlier one took longer.
+        """Write a last checkpoint, and wait until it is written. Once `stop` is set, because somebody wants
+        this process to end, this waits for a second at most, and begins none if an earlier one took longer.
         """
         self._is_last = True
         self._wait(stop)
@@ -164,7 +163,6 @@ class CheckpointWriter:
 
     def _start(self, optimizer: Optimizer) -> None:
         view = optimizer.state_view()
-        self._epoch = view.epoch
         self._writing = threading.Thread(
             target=self._write, args=(view,), name="writes a checkpoint", daemon=True
         )
@@ -184,7 +182,7 @@ class CheckpointWriter:
                 Notice(text=f"the checkpoint of epoch {view.epoch} was not written: {first_line(error)}")
             )
         else:
-            self._write_s = time.monotonic() - began_s
+            self._epoch, self._write_s = view.epoch, time.monotonic() - began_s
             self._emit(Saved(epoch=view.epoch, path=str(path), seconds=self._write_s))
         finally:
             view.close()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarm.core.device import current_device, explained_failures, is_device_failure, usable_cores
-from swarm.core.errors import NotEnoughPeers
+from swarm.core.errors import NotEnoughPeers, UsageError
 from swarm.core.ids import Contact
 from swarm.core.standing import Founding
 from swarm.core.wording import size
@@ -22,15 +22,7 @@ from swarm.run.changes import CHANGE, FANOUT, RunFollower, differences, pause_te
 from swarm.run.checkpoints import CheckpointWriter
 from swarm.run.directory import RunDirectory
 from swarm.run.estimate import RunEstimate, bytes_per_hour, estimate_run, round_bytes
-from swarm.run.events import (
-    Emit,
-    Finished,
-    Joined,
-    Notice,
-    RunChanged,
-    RunFound,
-    StateDownloaded,
-)
+from swarm.run.events import Emit, Finished, Joined, Notice, RunChanged, RunFound, StateDownloaded
 from swarm.run.giving import Giving
 from swarm.run.limits import Decision
 from swarm.run.membership import check_invited, excluded_peers
@@ -204,7 +196,7 @@ class Volunteer:
         training = self.training = self._make_training(model, data, self._join(inner), device)
         reason = ""
         try:
-            self._node.network.run(self._follow(training), TURN_S_MAX)
+            self._node.network.run(self._follow(), TURN_S_MAX)
             try:
                 self._load_first_state(training, writer, new=new)
                 self._emit_joined(device, data.summary)
@@ -359,6 +351,8 @@ class Volunteer:
                 if decision is not Decision.TRAIN:
                     giving.stop()
                     reason = pauses.pause(training, decision, why, self._join, folder)
+                    # a version may have come while this peer joined again
+                    self._node.network.loop.call_soon_threadsafe(self._apply_settings)
                     giving.start(training.stats)
                     continue
                 share.apply(pauses.limits.processor_share)
@@ -425,7 +419,7 @@ class Volunteer:
             )
         )
 
-    async def _follow(self, training: Training) -> None:
+    async def _follow(self) -> None:
         """Renew the specification and follow its newer versions in the background until the node closes."""
         follower = RunFollower(
             self.signed,
@@ -434,7 +428,7 @@ class Volunteer:
             members=self._other_members,
             on_newer=self._apply_version,
         )
-        training.optimizer.ban(excluded_peers(self.signed, self._node.membership))
+        self._apply_settings()
         self._node.handlers.unary(CHANGE, follower.on_change)
         self._node.supervisor.spawn(
             f"renewing the specification of {self.signed.full_name}", follower.run, restart=True
@@ -459,14 +453,24 @@ class Volunteer:
         old, new = self.signed.training, newer.training
         changes = differences(self.signed, newer)
         self.signed = newer
-        excluded = excluded_peers(newer, self._node.membership)
-        training = self.training
-        if training is not None:
-            training.signed = newer
-            if new.target_batch_size != old.target_batch_size:
-                training.optimizer.set_target(new.target_batch_size)
-            training.optimizer.ban(excluded)
+        if self.training is not None:
+            self.training.signed = newer
+        self._apply_settings()
         self._emit(RunChanged(version=newer.version, changes=changes, restart=restart_needed(old, new)))
+
+    def _apply_settings(self) -> None:
+        """Bring membership and optimizer up to the present version. Runs on the network thread."""
+        excluded, target = (
+            excluded_peers(self.signed, self._node.membership),
+            self.specification.target_batch_size,
+        )
+        if self.training is None:
+            return
+        optimizer = self.training.optimizer
+        optimizer.ban(excluded)
+        if optimizer.target_batch_size != target:
+            with contextlib.suppress(UsageError):  # closed while this peer pauses, or at the end
+                optimizer.set_target(target)
 
     def _emit_finished(self, training: Training, reason: str, seconds: float) -> Finished:
         stats, device = training.stats, training.micro_batches.device

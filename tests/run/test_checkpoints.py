@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from averaging.optim.state.checkpoint import Checkpoints
 from averaging.optim.state.training_state import TrainingState
+from swarm.core.errors import SwarmError
 from swarm.run.checkpoints import CheckpointConfig, CheckpointWriter
 from swarm.run.events import Event, Notice
 
@@ -158,6 +160,30 @@ def test_a_volunteer_that_leaves_does_not_say_that_training_continues(tmp_path: 
     assert texts[0].endswith("; training continues")
     assert "could not be written" in texts[1]
     assert "training continues" not in texts[1]
+
+
+def test_result_is_written_again_when_its_periodic_checkpoint_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression test: the epoch counted as saved, although the disk was full."""
+    state, config = saved(tmp_path / "run")
+    with state.lock:
+        state.mark_changed(8)
+    told, write, errors = threading.Event(), Checkpoints.save, [SwarmError("the disk is full")]
+
+    def save(*arguments: Any) -> Path:
+        if errors:
+            raise errors.pop()
+        return write(*arguments)
+
+    monkeypatch.setattr(Checkpoints, "save", save)
+    optimizer: Any = SimpleNamespace(epoch=8, state_view=state.view)
+    due = CheckpointConfig(folder=config.folder, every_s=1e-9)
+    writer = CheckpointWriter(due, ["weight"], {}, lambda event: told.set())
+    writer.after_epoch(optimizer)
+    assert told.wait(30)
+    writer.close(optimizer, threading.Event())
+    assert Checkpoints(config.folder).newest_epoch() == 8
 
 
 class Disk:

@@ -103,8 +103,16 @@ def test_when_one_peer_leaves_the_others_continue() -> None:
         peers[2].node.close()
         together([lambda peer=peer: peer.train_to(4) for peer in peers[:2]])  # type: ignore[misc]
         assert len({peer.opt.state_digest() for peer in peers[:2]}) == 1
-        with pytest.raises(UsageError, match="closed"):
-            peers[2].opt.step()
+        gone = peers[2].opt
+        saved = gone.state_dict()
+        for call in (
+            gone.step,
+            lambda: gone.set_target(8),
+            lambda: gone.load_state(bytearray()),
+            lambda: gone.load_state_dict(saved),
+        ):
+            with pytest.raises(UsageError, match="closed"):
+                call()
 
 
 def test_a_frozen_peer_stops_nobody_and_resynchronises() -> None:

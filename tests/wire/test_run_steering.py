@@ -81,6 +81,28 @@ def test_the_owner_changes_pauses_bans_and_ends_a_running_run(texts: Path) -> No
         assert one.end().reason == "the run's owner ended it"
 
 
+def test_version_that_comes_while_a_volunteer_has_left_for_a_pause_holds_when_it_continues(
+    texts: Path,
+) -> None:
+    with created_run() as (node, owner, signed):
+        one = VolunteerThread(node, signed, new=True, data=texts)
+        one.wait(events.Contributed)
+        one.asked = "pause"
+        place = one.wait(events.Paused, lambda event: not event.member)
+        changed = sign_change(signed, Change(target_batch_size=48), owner)
+        with Node(bootstrap=node.addresses, listen=HERE) as visitor:
+            assert visitor.wait_joined(10)
+            told = visitor.network.run(send_version(visitor.channels, changed, [node.contact]), 10.0)
+        assert told == {node.peer_id: 2}
+        one.asked = ""
+        place = one.wait(events.Resumed, since=place)
+        one.wait(events.EpochDone, since=place)
+        assert one.volunteer.training is not None
+        assert one.volunteer.training.optimizer.progress.target == 48
+        one.stop.set()
+        one.end()
+
+
 def test_a_running_run_follows_its_new_owner_after_a_thief_took_the_owners_key(texts: Path) -> None:
     recovery, successor = Identity.generate(), Identity.generate()
     with created_run(recovery_key=str(recovery.peer_id)) as (node, owner, signed):

@@ -75,7 +75,7 @@ class _ChunkDigests:
 
     contents: tuple[object, ...]
     digests: tuple[bytes, ...]
-    uses: int = 0
+    uses: int = 0  # later views that were compared with them
 
 
 @dataclass(slots=True)
@@ -120,7 +120,7 @@ class Donor:
         self._latest: dict[str, StateView] = {}  # the latest view in each codec
         # what `only_digest` is answered with in each codec, and the version of the state that it is of
         self._digest_replies: dict[str, tuple[int, state_pb2.OpenReply]] = {}
-        # those of the last view in each codec, for newcomers that come one by one
+        # the chunk digests of the last view in each codec, for newcomers that come one by one
         self._chunk_digests: dict[str, _ChunkDigests] = {}
         # the view that is being hashed in the pool; one at a time
         self._making: asyncio.Future[StateView] | None = None

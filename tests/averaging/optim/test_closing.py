@@ -130,7 +130,7 @@ def test_round_is_lost_when_its_step_fails_and_not_when_the_scheduler_does(fails
     """Others have the round's certificate: the samples of a peer that did not make its step are in their
     state already.
     """
-    undone, epochs, times = list[str](), list[int](), Times()
+    epochs, times = list[int](), Times()
     state = SimpleNamespace(epoch=3)
 
     def advance(apply: Callable[[], None]) -> None:
@@ -144,7 +144,6 @@ def test_round_is_lost_when_its_step_fails_and_not_when_the_scheduler_does(fails
     mode: Any = SimpleNamespace(
         state=state,
         traits=SimpleNamespace(proceeds_alone=False),
-        failed=undone.append,
         apply=lambda metadata: None,
     )
     tracker: Any = SimpleNamespace(
@@ -159,5 +158,4 @@ def test_round_is_lost_when_its_step_fails_and_not_when_the_scheduler_does(fails
     else:
         assert closing.committed(result, 0).stepped
     assert closing.has_lost_round is (fails == "the step")
-    assert undone == ["cancelled"] * (fails == "the step")
     assert epochs == [4] * (fails != "the step")
