@@ -128,7 +128,7 @@ class MonitorChoices:
     help="Keep checkpoints of the run in this folder.",
 )
 @click.option(
-    "--every", metavar="TIME", default="10m", show_default=True, help="How often to save: 90s, 10m, 2h."
+    "--every", type=options.TIME, default="10m", show_default=True, help="How often to save: 90s, 10m, 2h."
 )
 @click.option(
     "--keep",

@@ -122,6 +122,13 @@ def error_text(capsys: pytest.CaptureFixture[str]) -> str:
         (["start", "absent.toml"], "swarm: cannot read absent.toml: No such file or directory"),
         (["start", str(ROOT)], "Is a directory"),
         (["start", "absent.toml", "--frob"], "No such option"),
+        (
+            ["start", "absent.toml", "--checkpoint-every", "soon"],
+            "Invalid value for '--checkpoint-every': a duration is written like 90s, 10m, 2h or 7d, not",
+        ),
+        (["invite", "tiny", "--expires", "soon"], "Invalid value for '--expires': a duration is written"),
+        (["monitor", "x", "--every", "soon"], "Invalid value for '--every': a duration is written"),
+        (["serve", "--memory", "x"], "Invalid value for '--memory': a size is written like 4G or 800M, not"),
         (["frob"], "No such command"),
         (["demo", "--volunteers", "99"], "99 is not in the range"),
         (["identity"], "there is no identity file"),
