@@ -121,6 +121,11 @@ def error_text(capsys: pytest.CaptureFixture[str]) -> str:
         (["monitor", NOBODY, "nonsense"], "swarm: 'nonsense' names no peer"),
         (["start", "absent.toml"], "swarm: cannot read absent.toml: No such file or directory"),
         (["start", str(ROOT)], "Is a directory"),
+        (
+            ["monitor", NOBODY, "--once", "--web", "127.0.0.1:0", "--log", "run.jsonl"],
+            "swarm: --once prints the state and exits: leave --web, --log out, or --once\n",
+        ),
+        (["monitor", NOBODY, "--once", "--alert-command", "true"], "leave --alert-command out"),
         (["start", "absent.toml", "--frob"], "No such option"),
         (
             ["start", "absent.toml", "--checkpoint-every", "soon"],
