@@ -136,7 +136,7 @@ def _examine_network(
     with working("waiting for a relay"):
         while node.reach == "hidden" and not said and time.monotonic() - began_s < _VERDICT_S + _RELAYS_S:
             time.sleep(_POLL_S)
-    yield Diagnosis("network", "good", _peers(node, node.clock.swarm_s() - (time.monotonic() - began_s)))
+    yield Diagnosis("network", "good", _peers(node))
     problem = node.dht.clock_problem
     yield Diagnosis("clock", "note" if problem else "good", problem or "it agrees with its peers' clocks")
     yield _reach(node, listen, said[-1] if said else "")
@@ -176,13 +176,15 @@ def _machine() -> Diagnosis:
     return Diagnosis("machine", "good", f"{host}; {'; '.join(devices)}")
 
 
-def _peers(node: Node, since_s: float) -> str:
-    """Return the peers that have answered since this time of the swarm; the book has earlier ones, too."""
+def _peers(node: Node) -> str:
+    """Return the peers that have answered this process; the book has those of earlier ones, too."""
     measured = sorted(
         (peer.round_trip_s, str(peer.peer_id))
         for peer in node.peers()
-        if peer.round_trip_s is not None and peer.last_seen_s >= since_s
+        if peer.round_trip_s is not None and peer.is_met
     )
+    if not measured:
+        return "a peer answered, and it is not known how long that took"
     shown = ", ".join(f"{peer} in {seconds * 1e3:.1f} ms" for seconds, peer in measured[:_PEERS_SHOWN])
     more = len(measured) - _PEERS_SHOWN
     return f"peers answer: {shown}" + (f", and {more} more" if more > 0 else "")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number with a noun that takes an s in the plural: 1 peer, 2 peers."""
-    return f"{number} {noun}{'s' if number != 1 else ''}"
+    """Return a number with a noun that takes an s in the plural: 1 peer, 1,200 peers."""
+    return f"{number:,} {noun}{'s' if number != 1 else ''}"
 
 
 def duration(seconds: float) -> str:

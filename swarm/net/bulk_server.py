@@ -45,6 +45,7 @@ IDLE_S_MAX = 300.0  # between two streams; longer than callers keep an unused co
 _DRAIN_S_MAX = 5.0  # for the last frame of a caller whose stream has ended
 DRAIN_BYTES_MAX = 16 << 20  # that it sends before it has noticed that
 _METHOD_BYTES_MAX = 200
+_PORT_MAX = 65535
 PORTS_APART = 10_000  # nearer ports are those of libp2p, and of other peers on the same machine
 _ACCEPTS_MAX = 16  # per turn of the event loop
 _QUEUE = 128  # connections that wait to be accepted
@@ -129,17 +130,22 @@ class BulkServer:
         if not IS_SUPPORTED:
             return
         above = grpc_port + PORTS_APART
-        listening = _listen(host, above if is_chosen and above <= 65535 else 0)
+        listening = _listen(host, above if is_chosen and above <= _PORT_MAX else 0)
         if listening is None:
             return
         if is_chosen and listening.getsockname()[1] != above:
+            lost = f"port {above}, where large transfers would arrive, is not available"
+            advice = "Free it, or listen"
+            if above > _PORT_MAX:
+                lost = f"large transfers would arrive {PORTS_APART:,} ports above, and there is no such port"
+                advice = "Listen"
             _logger.warning(
-                "port %d, where large transfers would arrive, is not available: peers beyond a router send "
-                "everything to port %d, which takes more processor time. Free it, or listen on another port, "
-                "up to %d",
-                above,
+                "%s: peers beyond a router send everything to port %d, which takes more processor time. "
+                "%s on a port up to %d",
+                lost,
                 grpc_port,
-                65535 - PORTS_APART,
+                advice,
+                _PORT_MAX - PORTS_APART,
             )
         self._listening, self.port, self._grpc_port = listening, listening.getsockname()[1], grpc_port
         asyncio.get_running_loop().add_reader(listening, self._accept)

@@ -30,7 +30,8 @@ _ROUND_TRIP_WEIGHT = 0.3  # weight of a new measurement in the running mean
 class KnownPeer:
     """An entry of the book. `last_seen_s` is Unix time; `round_trip_s` is a running mean, None when never
     measured. `reached`: the address at which this process has connected to the peer, which proved its PeerID
-    there; its other addresses are its own claim.
+    there; its other addresses are its own claim. `is_met`: this process has heard from the peer; otherwise
+    only an earlier process has, and the entry is from its copy on disk.
     """
 
     contact: Contact
@@ -38,6 +39,7 @@ class KnownPeer:
     round_trip_s: float | None = None
     agent: str = ""
     reached: Address | None = None
+    is_met: bool = False
 
     @property
     def peer_id(self) -> PeerId:
@@ -143,7 +145,7 @@ class PeerBook:
             return
         with self._lock:
             old = self._peers.get(peer_id) or KnownPeer(Contact(peer_id), 0.0)
-            new = change(old)
+            new = replace(change(old), is_met=True)
             self._changed |= new != self._peers.get(peer_id)
             self._peers[peer_id] = new
             if len(self._peers) > self._entries_max:

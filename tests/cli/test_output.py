@@ -19,7 +19,7 @@ from swarm.cli.render.live import LiveOutput
 from swarm.cli.render.output import JsonOutput, Output, PlainOutput, printable
 from swarm.cli.render.text import sparkline
 from swarm.cli.render.volunteer import VolunteerPresentation
-from swarm.core.wording import size
+from swarm.core.wording import counted, size
 from swarm.core.working import Work
 from swarm.run import events
 
@@ -241,6 +241,15 @@ def test_the_demo_prints_its_status_every_few_seconds_and_json_shows_only_events
 )
 def test_byte_counts_are_shown_with_a_unit(count: float, text: str) -> None:
     assert size(count) == text
+
+
+def test_counts_have_a_noun_in_its_number_and_a_separator_of_thousands() -> None:
+    assert [counted(number, "peer") for number in (0, 1, 2, 1200)] == [
+        "0 peers",
+        "1 peer",
+        "2 peers",
+        "1,200 peers",
+    ]
 
 
 def test_sparklines_show_the_whole_series() -> None:

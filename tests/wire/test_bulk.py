@@ -6,6 +6,7 @@ bytes are counted and capped like all others. How its streams behave is tested w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import time
@@ -472,3 +473,15 @@ def test_bulk_port_is_10000_above_the_port_that_the_user_sets_if_it_is_free() ->
 
 def listening_ports() -> set[int]:
     return {one.local[1] for one in open_sockets() if one.remote is None}
+
+
+def test_user_of_a_port_with_none_10000_above_it_is_told_to_choose_a_lower_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for port in range(65535, 65535 - PORTS_APART, -7):
+        caplog.clear()
+        with contextlib.suppress(UsageError), Node(listen=f"127.0.0.1:{port}"):  # another program may have it
+            (said,) = (one.message for one in caplog.records if "large transfers" in one.message)
+            assert said.endswith("processor time. Listen on a port up to 55535")
+            return
+    pytest.fail("no such port is free")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from swarm.cli import main
 from swarm.core.identity import Identity
 from swarm.membership.invite import RunIdentity, Terms, make_invite
 from swarm.node import Node
+from swarm.run.entering import enter
 
 HERE = "127.0.0.1:0"
 
@@ -63,6 +65,31 @@ def test_only_peers_that_answer_now_are_said_to_answer(
     said = findings(capsys)["network"]["text"]
     assert str(peer.peer_id) in said
     assert str(other.peer_id) not in said
+
+
+@pytest.mark.parametrize("correction_s", [-3600.0, 3600.0])
+def test_a_correction_of_the_clock_changes_no_peer_that_answers(
+    correction_s: float,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Regression test: times before and after the correction were compared."""
+    kept = ("--identity", str(tmp_path / "own"), "--json")
+    with Node(listen=HERE) as peer:
+        with Node(listen=HERE) as gone:
+            assert main(["doctor", *gone.addresses, *kept]) == 0
+        capsys.readouterr()
+
+        def enter_and_correct(node: Node, entries: Sequence[str]) -> None:
+            enter(node, entries)
+            node.clock.offset_s = correction_s
+
+        monkeypatch.setattr("swarm.cli.doctor.enter", enter_and_correct)
+        assert main(["doctor", *peer.addresses, *kept]) == 0
+    said = findings(capsys)["network"]["text"]
+    assert str(peer.peer_id) in said
+    assert str(gone.peer_id) not in said
 
 
 def test_a_dead_address_is_reported_with_the_reason_and_an_exit_status(
