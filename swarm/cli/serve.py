@@ -177,7 +177,7 @@ _CREATE_S_MAX = 60.0  # for reading and publishing a specification, including re
     show_default=True,
     help="Seconds between averages with replicas on other servers; 0: never.",
 )
-@options.optional_identity
+@options.server_identity
 @options.listen_behind_relays
 @options.announce
 @options.relay_mbit(0.0)
@@ -215,11 +215,7 @@ def _serve(choices: ServeChoices) -> int:
         make_output(ServePresentation(), as_json=choices.as_json) as output,
     ):
         check_device_present(choices.device)  # check this before anything is opened or declared
-        own = (
-            open_identity(choices.identity, default_identity())
-            if choices.file is not None and not any(map(is_invite, choices.addresses))
-            else open_entry_identity(choices.identity, choices.addresses, "serve")
-        )
+        own = open_server_identity(choices)
         try:
             # imports torch, which takes seconds; the node listens already, and tells callers that experts are
             # not ready yet
@@ -255,6 +251,16 @@ def _serve(choices: ServeChoices) -> int:
         finally:
             own.close()
     return 0
+
+
+def open_server_identity(choices: ServeChoices) -> Identity:
+    """Open this user's identity for a grid that the command creates, so that its owner can change it later;
+    else the identity with which it enters.
+    """
+    creates = choices.file is not None or not choices.addresses
+    if creates and not any(map(is_invite, choices.addresses)):
+        return open_identity(choices.identity, default_identity())
+    return open_entry_identity(choices.identity, choices.addresses, "serve")
 
 
 def _own_invite(choices: ServeChoices, own: Identity, offered: GridSpecification | None) -> list[str]:
