@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from swarm.cli import options
-from swarm.cli.identity import open_entry_identity, open_identity
 from swarm.cli.invite import starting_invite
-from swarm.cli.paths import default_identity, specifications_folder
+from swarm.cli.paths import specifications_folder
 from swarm.cli.render import Output, make_output
 from swarm.cli.render.serve import ExpertLoad, Served, ServePresentation, ServerLoadShown
 from swarm.cli.serve_choices import ServeChoices
@@ -215,7 +214,7 @@ def _serve(choices: ServeChoices) -> int:
         make_output(ServePresentation(), as_json=choices.as_json) as output,
     ):
         check_device_present(choices.device)  # check this before anything is opened or declared
-        own = open_server_identity(choices)
+        own = choices.open_identity()
         try:
             # imports torch, which takes seconds; the node listens already, and tells callers that experts are
             # not ready yet
@@ -251,16 +250,6 @@ def _serve(choices: ServeChoices) -> int:
         finally:
             own.close()
     return 0
-
-
-def open_server_identity(choices: ServeChoices) -> Identity:
-    """Open this user's identity for a grid that the command creates, so that its owner can change it later;
-    else the identity with which it enters.
-    """
-    creates = choices.file is not None or not choices.addresses
-    if creates and not any(map(is_invite, choices.addresses)):
-        return open_identity(choices.identity, default_identity())
-    return open_entry_identity(choices.identity, choices.addresses, "serve")
 
 
 def _own_invite(choices: ServeChoices, own: Identity, offered: GridSpecification | None) -> list[str]:

@@ -12,7 +12,7 @@ import pytest
 
 from moe.server.expert_server import ServerStatistics
 from swarm.cli.paths import default_identity
-from swarm.cli.serve import open_server_identity, serve, watch
+from swarm.cli.serve import serve, watch
 from swarm.cli.serve_choices import ServeChoices
 from swarm.core.errors import SwarmError, UsageError
 from swarm.core.identity import Identity
@@ -35,7 +35,7 @@ class FailingServer:
 @pytest.mark.usefixtures("home")
 def test_a_grid_is_created_with_the_identity_of_the_user_who_can_change_it_later(tmp_path: Path) -> None:
     def opened(*arguments: str) -> PeerId:
-        with closing(open_server_identity(ServeChoices.of(serve.make_context("serve", [*arguments])))) as own:
+        with closing(ServeChoices.of(serve.make_context("serve", [*arguments])).open_identity()) as own:
             return own.peer_id
 
     experts = ["--experts", "ffn.[0:2]"]
