@@ -39,9 +39,9 @@ def test_a_grid_is_created_with_the_identity_of_the_user_who_can_change_it_later
             return own.peer_id
 
     experts = ["--experts", "ffn.[0:2]"]
-    with closing(Identity.load(default_identity(), create=True)) as user:
-        with pytest.raises(UsageError, match=r"is using the identity file.*--identity new"):
-            opened(*experts)
+    user = Identity.load(default_identity(), create=True)
+    with closing(user), pytest.raises(UsageError, match=r"is using the identity file.*--identity new"):
+        opened(*experts)
     assert opened(*experts) == user.peer_id
     assert opened(str(ROOT / "examples" / "grid.toml"), NOBODY) == user.peer_id
     chosen = opened(*experts, "--identity", str(tmp_path / "chosen"))
