@@ -55,8 +55,8 @@ _EXPERT_CALL = (
 _EXPERT_LARGE = (
     "processor time, on cores that all processes share: 32 ms of both ends for a call, 15 at the server and "
     "17 at the caller, of which 4 are the benchmark's own random numbers and comparison. By a profile the "
-    "server's event loop takes 9.5 of them: a third in system calls of sockets, a fifth in copies, a tenth in "
-    "AES-GCM; its computing thread takes 4 (the no-op's copy, the check for finite numbers). Arriving "
+    "server's event loop takes 9.5 of them: a third in system calls of sockets, a fifth in copies, a tenth "
+    "in AES-GCM; its computing thread takes 4 (the no-op's copy, the check for finite numbers). Arriving "
     "messages are decrypted in place since (docs/decisions/0069), which takes 30 ms instead of 32."
 )
 _EXPERT_PASS = (
@@ -174,9 +174,9 @@ LIMITED_BY: dict[str, str] = {
     "experts-256-nop-512": (
         "processor time, 0.33 s of all processes for a step: by a profile the trainer's network thread takes "
         "130 ms for the 512 calls, a sixth of it in sockets, the rest spread over Python and small "
-        "operations of torch without a single large part; each server takes 46 ms. Nearly a fifth of both is Python's "
-        "garbage collector, whose full passes visit all objects of torch: with `gc.freeze()` after the "
-        "imports, as in `swarm serve`, they took 104 and 38 ms. Requests to one server share a message "
+        "operations of torch without a single large part; each server takes 46 ms. Nearly a fifth of both "
+        "is Python's garbage collector, whose full passes visit all objects of torch: with `gc.freeze()` "
+        "after the imports, as in `swarm serve`, they took 104 and 38 ms. Requests to one server share a message "
         "(docs/decisions/0070), which saves more where the cores are busy than here."
     ),
     "experts-memory": (

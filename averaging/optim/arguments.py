@@ -13,6 +13,7 @@ from averaging.optim.config import OptimizerConfig
 from averaging.optim.delegating import DelegatingOptimizer
 from averaging.optim.modes import ModeSettings
 from averaging.optim.modes.settings import Gradients, ModeName, settings_of
+from averaging.optim.parameters import is_trained, parameters_of
 from averaging.optim.progress.logic.reports import SAMPLES_MAX
 from averaging.optim.state.encoding import EXACT, check_state_codec
 from averaging.optim.state.schedule import Scheduler
@@ -130,21 +131,20 @@ class TrainedParameters:
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self._inner = inner
         # by id; the references keep an id from being used again
-        self._known = {id(p): p for group in inner.param_groups for p in group["params"] if p.requires_grad}
+        self._known = {id(p): p for p in parameters_of(inner) if is_trained(p)}
 
     def check(self) -> None:
         """Raise UsageError when another parameter has a gradient: the inner optimizer would step it with this
         peer's own gradient, so that peers would grow apart.
         """
-        for group in self._inner.param_groups:
-            for p in group["params"]:
-                if p.grad is not None and id(p) not in self._known:
-                    raise UsageError(
-                        f"{names_of([p], self._inner)[0]} has a gradient, although it was frozen or not in "
-                        "the optimizer when swarm.Optimizer was made: peers agreed on the parameters to "
-                        "train. Set its .grad to None, or make a new swarm.Optimizer on all peers, with "
-                        "another name of the run"
-                    )
+        for p in parameters_of(self._inner):
+            if p.grad is not None and id(p) not in self._known:
+                raise UsageError(
+                    f"{names_of([p], self._inner)[0]} has a gradient, although it was frozen or not in the "
+                    "optimizer when swarm.Optimizer was made: peers agreed on the parameters to train. Set "
+                    "its .grad to None, or make a new swarm.Optimizer on all peers, with another name of the "
+                    "run"
+                )
 
 
 def check_samples(value: int | None) -> int:

@@ -413,7 +413,7 @@ def _digests(gathered: Mapping[PeerId, object], name: str) -> dict[PeerId, bytes
 
 def _are_counts(value: Any) -> bool:
     return isinstance(value, list) and all(
-        isinstance(one, int) and not isinstance(one, bool) and 0 <= one < 1 << 62 for one in value
+        isinstance(one, int) and not isinstance(one, bool) for one in value
     )
 
 
@@ -464,6 +464,6 @@ def check_extra_tensors(state: TrainingState, *, are_averaged: bool) -> None:
         refuse_overlaps(state.averaged_tensors())
     if len(state.extra_counts()) > _EXTRA_COUNTS_MAX:
         raise UsageError(
-            f"extra_tensors of whole numbers may have {_EXTRA_COUNTS_MAX} elements in all: "
-            "they are counters, which are exchanged and not averaged"
+            f"extra_tensors of whole numbers may have {_EXTRA_COUNTS_MAX} elements in all, because all of "
+            "them are sent in each round over the state: leave out those that training does not change"
         )

@@ -95,7 +95,8 @@ class Optimizer(DelegatingOptimizer):
             epoch and belongs to the state.
         state_sync_epochs: Epochs between two averages of the shared state, which keep peers with
             different processors equal. 0: never; None: as the mode needs it.
-        extra_tensors: Further tensors to share, for instance `model.buffers()`.
+        extra_tensors: Further tensors to share, for instance `model.buffers()`. Peers average them, and take
+            the median of whole numbers.
         offload: Keep accumulators, base and outer momentum on the host. For a model on CUDA they are copied
             through pinned memory of the model's size.
         config: Settings that few users change.

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import logging
+import struct
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from blake3 import blake3
 
 from averaging.optim.arguments import check_arguments, check_samples
 from averaging.optim.delegating import DelegatingOptimizer
@@ -28,6 +31,8 @@ from swarm.core.errors import SwarmError, UsageError
 
 if TYPE_CHECKING:
     from swarm.node import Node
+
+_log = logging.getLogger(__name__)
 
 _FAILED = "failed"
 _REASON_CHARACTERS_MAX = 1000
@@ -125,7 +130,8 @@ class RankFollower:
 class ProcessGroupOptimizer(DelegatingOptimizer):
     """A `swarm.Optimizer` for a program that `torchrun` starts as several processes, which form one peer.
 
-    The processes train one model, with DistributedDataParallel or in shards of FSDP2's `fully_shard`. Every
+    The processes train one model, with DistributedDataParallel or in shards of FSDP2's `fully_shard`. Without
+    either only rank 0's gradients would count: a warning says so when ranks differ in the first step. Every
     rank creates this optimizer after `init_process_group` and the model, and calls the same methods in the
     same order. In mode "gradients" rank 0 makes the step of the inner optimizer, on whole parameters, which
     it keeps on its host if the model is sharded. In modes with local steps each rank steps its own shards,
@@ -167,6 +173,7 @@ class ProcessGroupOptimizer(DelegatingOptimizer):
         self._swarm: Optimizer | None = None
         self._follower: RankFollower | None = None
         self._epoch = 0
+        self._has_compared = False  # whether all ranks have the same gradients
         if node is None:
             self._follower = RankFollower(self._channel, inner)
             self._follower.whole.gather()
@@ -199,8 +206,15 @@ class ProcessGroupOptimizer(DelegatingOptimizer):
         whole = self._whole
         has = [int(p.grad is not None) for p in whole.own]
         defects = sum(p.grad is not None and not _is_finite(p.grad) for p in whole.own)
-        samples, defects, *found = self._channel.sum([own, defects, *has])
+        mark = 0 if self._has_compared or whole.is_sharded else _mark_of_gradients(whole.own)
+        samples, defects, marks, *found = self._channel.sum([own, defects, mark, *has])
         present = [bool(count) for count in found]
+        if self._leader is not None and marks != self._channel.size * mark:
+            _log.warning(
+                "the ranks of this peer have different gradients, and only those of rank 0 count: wrap the "
+                "model in DistributedDataParallel, or shard it with fully_shard"
+            )
+        self._has_compared = self._has_compared or any(present)
         if self._leader is None:
             if self._follow("gradients")["whole"]:
                 whole.gather_gradients(present)
@@ -353,6 +367,16 @@ class ProcessGroupOptimizer(DelegatingOptimizer):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _mark_of_gradients(parameters: Sequence[torch.Tensor]) -> int:
+    """Return a number that differs between ranks, but for a tiny chance, where a norm of a gradient does."""
+    gradients = [p.grad.detach() for p in parameters if p.grad is not None]
+    norms = [torch.linalg.vector_norm(one._values() if one.is_sparse else one) for one in gradients]
+    if not norms:
+        return 0
+    found = torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms]).tolist()
+    return int.from_bytes(blake3(struct.pack(f"<{len(found)}d", *found)).digest(4), "little")
 
 
 def _is_finite(gradient: torch.Tensor) -> bool:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from averaging.optim.parameters import parameters_of
 from averaging.reduction.sharded import is_sharded
 from swarm.core.device import is_out_of_memory
 from swarm.core.errors import SwarmError, UsageError
@@ -154,7 +155,7 @@ class WholeParameters:
 
     def __init__(self, channel: RankChannel, inner: torch.optim.Optimizer) -> None:
         self._channel = channel
-        self.own = list({id(p): p for group in inner.param_groups for p in group["params"]}.values())
+        self.own = parameters_of(inner)
         self.is_sharded = any(is_sharded(p) for p in self.own)
         self.tensors = [
             torch.empty(p.shape, dtype=p.dtype, device=_HOST).requires_grad_(p.requires_grad)

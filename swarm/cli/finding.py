@@ -251,9 +251,9 @@ def _invited_entry(
     signed: SignedSpecification, addresses: Sequence[str], identity: str | None, role: Role
 ) -> RunEntry:
     """Return how to enter an invited run again, with the stored capability of the chosen identity or of one
-    that has entered the run before. An owner who only observes enters as a new peer, whether its identity was
-    chosen or is this user's, because that identity may be training. Raises UsageError if there is no such
-    capability, or the identity with it is in use.
+    that has entered the run before. An owner needs none. One who only observes enters as a new peer, whether
+    its identity was chosen or is this user's, because that identity may be training. Raises UsageError if
+    there is no such capability, or the identity with it is in use.
     """
     from swarm.run.membership import identity_of, load_capability
 
@@ -262,20 +262,22 @@ def _invited_entry(
     kept: list[tuple[Path, Identity]] = []
     with contextlib.suppress(MissingIdentity):
         kept = [(user, Identity.read(user))] if identity != NEW else []
-    if role == "observe" and any(own.peer_id == signed.owner for _, own in kept):
-        (_, owner), *_ = kept
-        own_invite = owners_invite(identity_of(signed), owner, OWN_OBSERVER_S)
-        return RunEntry((own_invite.text(), *addresses), signed.full_name, NEW)
     for file, own in itertools.chain(kept, read_invited() if identity is None else ()):
+        run = identity_of(signed)
         held = load_capability(specifications_folder(), signed.run_id, own.peer_id)
-        if not held or role not in (*held[-1].roles, "observe"):
+        if own.peer_id == signed.owner:
+            invite = owners_invite(run, own, OWN_OBSERVER_S)
+            if role == "observe":
+                return RunEntry((invite.text(), *addresses), signed.full_name, NEW)
+        elif held and role in (*held[-1].roles, "observe"):
+            invite = Invite(run=run, contacts=(), grants=held, key=b"")
+        else:
             continue
         try:
             Identity.load(file).close()
         except IdentityInUse as error:
             in_use = error
             continue
-        invite = Invite(run=identity_of(signed), contacts=(), grants=held, key=b"")
         return RunEntry((invite.text(), *addresses), signed.full_name, str(file))
     if in_use is not None and identity is not None:
         raise in_use

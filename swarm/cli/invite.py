@@ -55,7 +55,7 @@ _MEMBER_ROLES: tuple[Role, ...] = ("train", "serve", "observe")
 )
 @click.option(
     "--expires",
-    metavar="TIME",
+    type=options.TIME,
     default="30d",
     show_default=True,
     help="How long it is valid, also for the peers that joined with it: 12h, 7d.",

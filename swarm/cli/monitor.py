@@ -42,6 +42,7 @@ _TREND_POINTS = 40
 _LOG_EVERY_S = 10.0  # interval of views in the file of --log; events are written at once
 _SENTENCE_EVERY_S = 10.0  # interval of views in plain lines
 _ONCE_COLUMNS = 110
+_NOT_ONCE = ("web", "prometheus", "save", "log", "alert_webhook", "alert_command")  # need more than one view
 _VIEWS_MAX = 8  # waiting views; the oldest is dropped
 
 
@@ -80,6 +81,10 @@ class MonitorChoices:
 
             ExpertUid.parse_prefix(grid)
         choices.alerts()
+        ignored = [name for name in _NOT_ONCE if getattr(choices, name)]
+        if choices.once and ignored:
+            names = ", ".join(f"--{name.replace('_', '-')}" for name in ignored)
+            raise UsageError(f"--once prints the state and exits: leave {names} out, or --once")
         if parse_duration_s(choices.every) <= 0:
             raise UsageError(f"--every is a time above 0, like 10m, not {choices.every!r:.40}")
         return choices
@@ -128,7 +133,7 @@ class MonitorChoices:
     help="Keep checkpoints of the run in this folder.",
 )
 @click.option(
-    "--every", metavar="TIME", default="10m", show_default=True, help="How often to save: 90s, 10m, 2h."
+    "--every", type=options.TIME, default="10m", show_default=True, help="How often to save: 90s, 10m, 2h."
 )
 @click.option(
     "--keep",

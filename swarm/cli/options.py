@@ -13,6 +13,7 @@ from swarm.core.device import DEVICE_NAMES, check_device_name
 from swarm.core.errors import UsageError
 from swarm.core.ids import Contact, PeerId
 from swarm.core.presets import Preset
+from swarm.run.limits import parse_duration_s, parse_size
 
 Command = typing.TypeVar("Command", bound=Callable[..., typing.Any])
 
@@ -34,6 +35,24 @@ class BoundedNumber(click.FloatRange):
     name = "number"
 
 
+class CheckedText(click.ParamType[str]):
+    """A text that `check` accepts. It raises UsageError for others, and click names the option."""
+
+    def __init__(self, name: str, check: Callable[[str], object]) -> None:
+        self.name, self._check = name, check
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        try:
+            self._check(value)
+        except UsageError as error:
+            self.fail(f"{error}.", param, ctx)
+        return value
+
+
+TIME = CheckedText("time", parse_duration_s)
+SIZE = CheckedText("size", parse_size)
+
+
 def relay_mbit(default: float) -> Callable[[Command], Command]:
     """Return the option `--relay-mbit`, in Mbit/s."""
     return click.option(
@@ -44,16 +63,6 @@ def relay_mbit(default: float) -> Callable[[Command], Command]:
         show_default=True,
         help="Relay calls to peers that nobody can call directly, at most at this rate in Mbit/s; 0: none.",
     )
-
-
-def _check_device(context: click.Context, option: click.Parameter, value: str) -> str:
-    """Refuse a name that is not a device name. Whether the device exists is checked later, because that needs
-    torch.
-    """
-    try:
-        return check_device_name(value)
-    except UsageError as error:
-        raise click.BadParameter(f"{error}.", context, option) from error
 
 
 listen = click.option(
@@ -77,8 +86,7 @@ announce = click.option(
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON lines, one per event.")
 device = click.option(
     "--device",
-    metavar="DEVICE",
-    callback=_check_device,
+    type=CheckedText("device", check_device_name),  # whether it exists is checked later: that needs torch
     default="auto",
     show_default=True,
     help=f"Where to compute: {DEVICE_NAMES}; auto is CUDA if available, else the CPU.",

@@ -64,7 +64,7 @@ _CREATE_S_MAX = 60.0  # for reading and publishing a specification, including re
 )
 @click.option(
     "--memory",
-    metavar="SIZE",
+    type=options.SIZE,
     default=None,
     help="Host as many as fit into this much memory with parameters, gradients and optimizer: 4G.",
 )

@@ -69,7 +69,7 @@ def _training_options(
     """Add the options of both commands. `checkpoint_every` is the default of --checkpoint-every."""
     checkpoints = click.option(
         "--checkpoint-every",
-        metavar="TIME",
+        type=options.TIME,
         default=checkpoint_every,
         show_default=True,
         help="How often to save the state: 90s, 10m, 2h; 0 for never.",
@@ -282,7 +282,6 @@ class TrainChoices:
         choices.listen_at()
         choices.rendezvous()
         PreferencesFile(preferences_file()).read()
-        parse_duration_s(choices.checkpoint_every)
         if choices.data is not None and not choices.data.expanduser().is_dir():
             raise UsageError(f"--data {choices.data}: there is no such folder")
         return choices

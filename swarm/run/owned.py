@@ -175,6 +175,22 @@ def _check_bounds(table: Mapping[str, Any], where: str) -> None:
         raise UsageError(f"{where} is not valid TOML: its values nest deeper than {_TOML_DEPTH_MAX} levels")
 
 
+# pydantic's types of problems, in words of the file; placeholders are in the problem's context
+_RULES = {
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "must be a whole number"),
+    **dict.fromkeys(("float_type", "float_parsing"), "must be a number"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "must be true or false"),
+    **dict.fromkeys(("dict_type", "model_type"), "must be a table"),
+    **dict.fromkeys(("tuple_type", "list_type"), "must be a list"),
+    "string_type": "must be a text",
+    "string_pattern_mismatch": "must match the pattern {pattern}",
+    "string_too_short": "must have {min_length} or more characters",
+    "string_too_long": "must have {max_length} or fewer characters",
+    "too_short": "must have {min_length} or more items",
+    "too_long": "must have {max_length} or fewer items",
+}
+
+
 def explain(error: ValidationError, table: str = "") -> list[str]:
     """Return one line per problem, without pydantic's types and links.
 
@@ -193,7 +209,10 @@ def explain(error: ValidationError, table: str = "") -> list[str]:
             else str(context.get("error")),
         }.get(problem["type"])
         if text is None:
-            sentence = problem["msg"].removeprefix("Input ").replace("should be", "must be")
-            text = f"{sentence[:1].lower()}{sentence[1:]}, not {problem['input']!r:.60}"
+            rule = problem["msg"].removeprefix("Input ").replace("should be", "must be")
+            rule = f"{rule[:1].lower()}{rule[1:]}"
+            if problem["type"] in _RULES:
+                rule = _RULES[problem["type"]].format_map(context)
+            text = f"{rule}, not {problem['input']!r:.60}"
         lines.append(f"{key} {text}" if text.startswith(("is ", "must ")) else f"{key}: {text}")
     return lines

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from swarm.core.errors import UsageError
 from swarm.core.files import write_private
@@ -51,6 +51,12 @@ def _checked(parse: Callable[[str], object]) -> BeforeValidator:
 
 def _idle_s(text: str) -> float:
     return {"on": IDLE_S, "off": 0.0}[text] if text in ("on", "off") else parse_duration_s(text)
+
+
+def _is_line(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("a name is one line, without control characters")
+    return text
 
 
 _Size = Annotated[str, _checked(parse_size)]
@@ -93,7 +99,7 @@ class Preferences(BaseModel):
     upload: Annotated[_Mbit | None, Field(description="send at most this many Mbit/s")] = None
     download: Annotated[_Mbit | None, Field(description="receive at most this many Mbit/s")] = None
     name: Annotated[
-        Annotated[str, Field(max_length=NAME_CHARACTERS_MAX)] | None,
+        Annotated[str, Field(max_length=NAME_CHARACTERS_MAX), AfterValidator(_is_line)] | None,
         Field(description="a name of this machine for others to read"),
     ] = None
 

@@ -196,8 +196,20 @@ def test_an_owner_observes_its_run_by_name_while_its_own_identity_trains() -> No
             assert watcher.peer_id != owner.peer_id
             membership = RunMembership(Entrance.of(entry.bootstrap).invite, watcher.peer_id, (), time.time)
             assert (membership.run_id, membership.invite.grants[-1].roles) == (signed.run_id, ("observe",))
-        with pytest.raises(UsageError, match="needs an invite, and no identity of this user has joined it"):
+        with pytest.raises(UsageError, match=r"in use by another process.*: pass an invite"):
             remembered_entry("closed", None, None, role="train")
+
+
+def test_an_owner_joins_its_run_by_name_with_its_own_identity() -> None:
+    with closing(Identity.load(default_identity())) as owner:
+        signed = kept("closed", "invited", owner)
+    (address,) = remember(signed, 1)
+    entry = remembered_entry("closed", None, None, role="train")
+    assert (entry.run, entry.bootstrap[1:]) == (signed.full_name, (address,))
+    with closing(open_entry_identity(entry.identity, entry.bootstrap, "train")) as volunteer:
+        assert volunteer.peer_id == owner.peer_id
+        membership = RunMembership(Entrance.of(entry.bootstrap).invite, volunteer.peer_id, (), time.time)
+        assert (membership.run_id, membership.capability) == (signed.run_id, ())
 
 
 def test_the_only_run_of_the_network_is_joined_through_its_peers(around: list[NearbyRun]) -> None:

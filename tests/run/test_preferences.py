@@ -72,8 +72,9 @@ def test_a_file_that_cannot_be_understood_is_named_with_what_is_wrong(
         ("daily", "x", "daily: a size is written like 4G or 800M, not 'x'"),
         ("cpu", "much", "cpu is a number, not 'much'"),
         ("cpu", "120%", "cpu must be less than or equal to 100"),
-        ("battery", "maybe", "battery must be a valid boolean"),
+        ("battery", "maybe", "battery must be true or false, not 'maybe'"),
         ("when_idle", "sometimes", "a duration is written like 90s"),
+        ("name", "two\nlines", "name: a name is one line, without control characters, not 'two"),
     ],
 )
 def test_a_wrong_value_is_refused_with_its_key(key: str, text: str, said: str) -> None:

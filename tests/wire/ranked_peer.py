@@ -30,6 +30,8 @@ def shared_by_ranks(net: torch.nn.Module, kind: str) -> torch.nn.Module:
     """Return the model as several ranks hold it."""
     if kind == "ddp":
         return torch.nn.parallel.DistributedDataParallel(net)
+    if kind == "unshared":
+        return net
     from torch.distributed.fsdp import fully_shard
 
     for layer in (net[0], net[2]):

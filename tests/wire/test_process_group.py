@@ -173,6 +173,17 @@ def test_a_rank_that_dies_ends_the_peer_and_the_others_continue(dead: int, left:
         assert plain.reports[-1].alone
 
 
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "unshared"])
+def test_ranks_that_do_not_share_their_gradients_are_told_that_only_rank_0_counts(kind: str) -> None:
+    with ranks(kind=kind, run=f"told {kind}", epochs=2) as peer:
+        peer.read()
+        for rank in range(2):
+            peer.read(rank)
+        errors = [process.communicate(timeout=DONE_S)[1] for process in peer.processes]
+    told = [error.count("only those of rank 0 count: wrap the model") for error in errors]
+    assert told == [int(kind == "unshared"), 0]
+
+
 def test_without_a_process_group_the_error_says_what_to_do() -> None:
     with pytest.raises(UsageError, match="torchrun"):
         ProcessGroupOptimizer(adam(build()), node=None, run="none", target_batch_size=TARGET)

@@ -12,6 +12,7 @@ from averaging.optim.accumulate import GradientAccumulator, bit_field, names_of
 from averaging.optim.finite import RejectedSamples
 from averaging.optim.memory import storage_for, zeros_like
 from averaging.optim.modes import ModeParts, ModeTraits
+from averaging.optim.parameters import is_trained
 from averaging.optim.state.training_state import TrainingState
 from averaging.result import RoundFailure
 
@@ -58,7 +59,7 @@ class GradientsMode:
             overlapped=delayed,
         )
         self._inner = parts.inner
-        self._parameters = [p for p in self.state.parameters if p.requires_grad and p.is_floating_point()]
+        self._parameters = [p for p in self.state.parameters if is_trained(p)]
         self._accumulator = GradientAccumulator(
             self._parameters,
             names=names_of(self._parameters, parts.inner),

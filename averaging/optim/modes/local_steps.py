@@ -32,6 +32,7 @@ from averaging.optim.memory import Fragment, storage_for, zeros_beside
 from averaging.optim.modes import ModeParts
 from averaging.optim.modes.outer import OuterSGD
 from averaging.optim.offload import HostStaging, OffloadLinks
+from averaging.optim.parameters import is_trained, parameters_of
 from averaging.optim.ranks import OrderedSteps
 from averaging.optim.state.training_state import TrainingState
 from averaging.result import RoundFailure
@@ -64,8 +65,8 @@ class LocalSteps:
 
     def __init__(self, parts: ModeParts, outer: OuterFactory) -> None:
         self.inner, self._scheduler = parts.inner, parts.scheduler
-        parameters = _parameters(parts.inner)
-        self.weights = [p for p in parameters if _is_trained(p)]
+        parameters = parameters_of(parts.inner)
+        self.weights = [p for p in parameters if is_trained(p)]
         if not self.weights:
             raise UsageError(
                 "there is nothing to train: no parameter of the optimizer is a floating-point tensor that "
@@ -80,7 +81,7 @@ class LocalSteps:
         )
         self.base = [torch.nn.Parameter(zeros_beside(p, storage).copy_(p.detach())) for p in self.weights]
         bases = iter(self.base)
-        self.outer = outer([next(bases) if _is_trained(p) else p for p in parameters], self.base)
+        self.outer = outer([next(bases) if is_trained(p) else p for p in parameters], self.base)
         self.state = TrainingState(self.outer, parts.extras, parts.scheduler)
         self.newcomer = False  # the next round must not count this peer's progress
         self.total = 0  # samples since the beginning
@@ -394,15 +395,6 @@ class LocalSteps:
                     group["lr"].fill_(rate)
                 else:
                     group["lr"] = rate
-
-
-def _is_trained(p: torch.Tensor) -> bool:
-    return p.requires_grad and p.is_floating_point()
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return all parameters of the optimizer, each once."""
-    return list({id(p): p for group in optimizer.param_groups for p in group["params"]}.values())
 
 
 def _nth(optimizer: torch.optim.Optimizer, number: int) -> torch.Tensor:

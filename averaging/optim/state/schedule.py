@@ -61,12 +61,22 @@ class EpochSchedule:
         if again:
             self._scheduler.load_state_dict(copy.deepcopy(self._first))
             for group, first in zip(self._groups, self._first_groups, strict=True):
-                group.update(copy.deepcopy(first))
+                _restore(group, first)
             present = 0
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns if the optimizer has made no step yet
             for _ in range(present, epoch):
                 self._scheduler.step()
+
+
+def _restore(group: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Set the settings of a group. Tensors keep their place in memory: a captured graph reads them there."""
+    for key, value in settings.items():
+        if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
+            with torch.no_grad():
+                group[key].copy_(value)
+        else:
+            group[key] = copy.deepcopy(value)
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

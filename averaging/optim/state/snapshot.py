@@ -159,6 +159,14 @@ def copy_bytes(source: memoryview, target: memoryview) -> None:
     numpy.copyto(numpy.frombuffer(target, dtype=numpy.uint8), numpy.frombuffer(source, dtype=numpy.uint8))
 
 
+def range_of(dtype: torch.dtype) -> tuple[int, int]:
+    """Return the smallest and the largest value of an integer type, or of bool."""
+    if dtype is torch.bool:
+        return 0, 1
+    limits = torch.iinfo(dtype)
+    return limits.min, limits.max
+
+
 def is_finite(tensor: torch.Tensor) -> bool:
     """Return whether all numbers are finite. One pass without a temporary: both NaN and infinity show in
     the minimum and the maximum.

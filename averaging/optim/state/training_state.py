@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from statistics import median_high
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from averaging.history.encoding import (
     encode_chain,
     encode_root,
 )
+from averaging.optim.parameters import is_trained, parameters_of
 from averaging.optim.state.device_reads import DeviceReader, DeviceReads, reader_of
 from averaging.optim.state.encoding import EXACT, dtype_of
 from averaging.optim.state.probe import is_statistic, probe, probe_shapes
@@ -41,6 +43,7 @@ from averaging.optim.state.snapshot import (
     merge,
     pack,
     plain,
+    range_of,
     read_header,
     read_tensors,
     write_marks,
@@ -66,7 +69,7 @@ class TrainingState:
         the host; tests put a simulated device in its place.
         """
         self.inner, self.scheduler, self.extras = inner, scheduler, tuple(extra_tensors)
-        self.parameters = _parameters(inner)
+        self.parameters = parameters_of(inner)
         self._schedule = EpochSchedule(inner, scheduler) if scheduler is not None else None
         self._probed: list[dict[str, Any]] | None = None
         refuse_sharded(self.parameters, "parameter")
@@ -115,7 +118,7 @@ class TrainingState:
         """Return the tensors that peers average to become equal, in one order on all: trained parameters,
         their statistics, floating-point extra tensors.
         """
-        trained = [p for p in self.parameters if _is_trained(p)]
+        trained = [p for p in self.parameters if is_trained(p)]
         statistics = [value for _, value in self._statistics() if value.is_floating_point()]
         return [
             *(p.detach() for p in trained),
@@ -124,22 +127,28 @@ class TrainingState:
         ]
 
     def agree_extras(self, counts: Sequence[Sequence[int]] = ()) -> None:
-        """Adopt the extra tensors as the shared ones; integers become the largest of any peer (`counts`:
-        their `extra_counts`).
+        """Adopt the extra tensors as the shared ones. Integers become the median of all peers, which no
+        minority of them decides (`counts`: the `extra_counts` of each, this one included; without any, this
+        peer's own hold).
         """
         with self.lock, torch.no_grad():
             whole = [t for t in self.extras if not t.is_floating_point()]
-            own = self.extra_counts()
-            fitting = [theirs for theirs in counts if len(theirs) == len(own)]
-            largest = [max(values) for values in zip(own, *fitting, strict=True)]
+            ranges = [range_of(t.dtype) for t in whole for _ in range(t.numel())]
+            fitting = [
+                theirs
+                for theirs in counts
+                if len(theirs) == len(ranges)
+                and all(low <= one <= high for one, (low, high) in zip(theirs, ranges, strict=True))
+            ]
+            agreed = [median_high(values) for values in zip(*fitting or [self.extra_counts()], strict=True)]
             for tensor in whole:
-                taken, largest = largest[: tensor.numel()], largest[tensor.numel() :]
+                taken, agreed = agreed[: tensor.numel()], agreed[tensor.numel() :]
                 tensor.copy_(torch.tensor(taken, dtype=torch.int64, device="cpu").reshape(tensor.shape))
-            for agreed, tensor in zip(self._agreed_extras, self.extras, strict=True):
-                agreed.copy_(tensor)
+            for shared, tensor in zip(self._agreed_extras, self.extras, strict=True):
+                shared.copy_(tensor)
 
     def extra_counts(self) -> list[int]:
-        """Return all values of the integer extra tensors (BatchNorm's batch counters)."""
+        """Return all values of the integer extra tensors, such as BatchNorm's counters of batches."""
         whole = [t.detach().flatten().to(torch.int64) for t in self.extras if not t.is_floating_point()]
         devices = {t.device for t in whole}
         # one transfer per device
@@ -166,7 +175,7 @@ class TrainingState:
         """Return the digest of the parameters that are not trained, which peers must agree on but do not
         average; empty bytes when there are none. Computed again only when torch has seen them change.
         """
-        frozen = [p for p in self.parameters if not _is_trained(p)]
+        frozen = [p for p in self.parameters if not is_trained(p)]
         if not frozen:
             return b""
         marks = write_marks(frozen)
@@ -462,10 +471,6 @@ def past_of_header(header: Mapping[str, Any]) -> Chain | None:
     return past
 
 
-def _is_trained(p: torch.Tensor) -> bool:
-    return p.requires_grad and p.is_floating_point()
-
-
 def _lacks_values(
     index: int, structure: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], counters: Mapping[str, Any]
 ) -> bool:
@@ -485,11 +490,3 @@ def materialized(value: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     probe's has no memory.
     """
     return torch.empty_like(value, device=p.device) if value.is_meta else value
-
-
-def _parameters(inner: torch.optim.Optimizer) -> list[torch.Tensor]:
-    seen: dict[int, torch.Tensor] = {}
-    for group in inner.param_groups:
-        for p in group["params"]:
-            seen.setdefault(id(p), p)
-    return list(seen.values())

@@ -21,6 +21,25 @@ def training_state(total_steps: int, *, weight: float, epoch: int = 0) -> Traini
     return state
 
 
+def test_learning_rate_that_is_a_tensor_keeps_its_place_when_the_schedule_moves_back() -> None:
+    """Regression test: another tensor took its place, which a captured graph of the step does not read."""
+    p, rate = torch.nn.Parameter(torch.ones(3)), torch.tensor(0.5)
+    inner = torch.optim.AdamW([p], lr=rate)
+    state = TrainingState(inner, (), torch.optim.lr_scheduler.StepLR(inner, 1, 0.5))
+    inner.step()
+    blobs = []
+    for epoch in (1, 3):
+        with state.lock:
+            for _ in range(epoch - state.epoch):
+                state.scheduler.step()  # type: ignore[union-attr]
+            state.mark_changed(epoch)
+        blobs.append(state.snapshot().blob)
+    assert float(rate) == 0.0625
+    state.load(blobs[0])
+    assert inner.param_groups[0]["lr"] is rate
+    assert float(rate) == 0.25
+
+
 @pytest.mark.parametrize("epoch", [0, 2, 6])
 def test_state_beyond_the_end_of_a_schedule_is_refused_with_nothing_changed(epoch: int) -> None:
     """Regression test: the parameters were loaded, and the epoch was not."""
