@@ -393,15 +393,25 @@ class CatchUp:
             self._probing = self._node.network.submit(self._tracker.probe())
 
     def advance(self, apply: Callable[[], None]) -> None:
-        """Move the state one epoch forward: apply the mode's step, then the scheduler's."""
+        """Move the state one epoch forward: apply the mode's step, then the scheduler's. When this raises an
+        error although the step is complete, the state is in the next epoch.
+        """
         state = self._state
         with state.lock:
-            apply()
             try:
-                if state.scheduler is not None:
-                    state.scheduler.step()
-            finally:  # the step is made, even if the caller's scheduler has no more epochs
-                state.mark_changed(state.epoch + 1, root=self._averager.root_of(state.epoch + 1))
+                apply()
+                state.has_stepped = True
+            finally:
+                if state.has_stepped:
+                    self._end_epoch()
+
+    def _end_epoch(self) -> None:
+        state = self._state
+        try:
+            if state.scheduler is not None:
+                state.scheduler.step()
+        finally:  # the step is made, even if the caller's scheduler has no more epochs
+            state.mark_changed(state.epoch + 1, root=self._averager.root_of(state.epoch + 1))
 
     def _read_donors(self, shard: str) -> dict[str, Entry]:
         key = donors_key(self._run_id, shard)

@@ -158,7 +158,7 @@ class Mode(Protocol):
         there if this peer is alone.
 
         `metadata`: what each member sent with the round. The state's lock is held. What was accumulated is
-        used up.
+        used up. A mode that raises an error after a complete step of the state sets `state.has_stepped`.
         """
         ...
 

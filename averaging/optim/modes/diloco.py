@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ class DilocoMode:
                 own.copy_(view)
         learner.pseudo_gradient_(pieces, views)
         if not all_finite(self._views[number]):
-            learner.reset_to_base()
+            learner.reset_to_base("local steps resulted in NaN or infinity")
             for view in self._views[number]:
                 view.zero_()
         return learner.weight(max(self._counted_at[number], learner.dropped)), None
@@ -103,7 +104,18 @@ class DilocoMode:
     def apply(self, metadata: Sequence[Any]) -> None:
         learner, number = self.learner, self.state.epoch % len(self._fragments)
         has_no_new_steps = learner.has_no_new_steps
-        pieces, views = self._fragments[number], self._views[number]
+        try:
+            self._step(number, has_no_new_steps=has_no_new_steps)
+        except BaseException:
+            if self.state.has_stepped:
+                learner.rewrite_later()
+                self._counted_at[number] = learner.commit_round()
+            raise
+        self._counted_at[number] = learner.commit_round()
+
+    def _step(self, number: int, *, has_no_new_steps: bool) -> None:
+        """Make the outer step, and write what follows to θ."""
+        learner, pieces, views = self.learner, self._fragments[number], self._views[number]
         self._outer_step(number, views)
         bases = [learner.base[piece.place].detach().view(-1)[piece.start : piece.stop] for piece in pieces]
         if self._weights_at_start is None or has_no_new_steps:
@@ -115,7 +127,6 @@ class DilocoMode:
             ):
                 view.add_(base - own)
             learner.write(pieces, views)
-        self._counted_at[number] = learner.commit_round()
 
     def failed(self, reason: RoundFailure) -> None:
         self.learner.failed(reason)
@@ -147,9 +158,11 @@ class DilocoMode:
         self._counted_at = [int(samples) for samples in state["sent_at"]]
 
     def _outer_step(self, number: int, deltas: Sequence[torch.Tensor]) -> None:
-        with torch.no_grad():
-            for piece, delta in zip(self._fragments[number], deltas, strict=True):
-                self.learner.outer.step_part(self.learner.base[piece.place], delta, piece.start, piece.stop)
+        parts = [
+            (self.learner.base[piece.place], delta, piece.start, piece.stop)
+            for piece, delta in zip(self._fragments[number], deltas, strict=True)
+        ]
+        self.learner.outer.step_parts(parts, partial(setattr, self.state, "has_stepped", True))
 
 
 def _consecutive_views(whole: torch.Tensor, pieces: Sequence[Fragment]) -> list[torch.Tensor]:

@@ -56,7 +56,7 @@ class GossipMode:
             mine.copy_(base.detach())
         learner.progress_(self._progress)
         if not all_finite(self._progress):
-            learner.reset_to_base()
+            learner.reset_to_base("local steps resulted in NaN or infinity")
             torch._foreach_zero_(self._progress)
         # equal weights: the mean of all bases moves by the mean of all progress
         return 0.0 if learner.is_suspended else 1.0, None

@@ -90,6 +90,7 @@ class LocalSteps:
         # value of `total` when the running round began
         self._round_began_at: int | None = None
         self._suspended: _SuspendedProgress | None = None
+        self._rewrites = False  # θ was not written completely after an outer step
         # no step was made yet: the first one sets the base to the parameters as they are then
         self._has_no_steps = True
 
@@ -118,6 +119,7 @@ class LocalSteps:
             return defect
         if self._has_no_steps:
             self._start_from_weights()
+        self._rewrite()
         if check is not None and skips:
             self._step_if_finite(check, next(iter(gradients.values())).device)
             self._late_checks.add(samples, tuple(gradients), check)
@@ -159,7 +161,7 @@ class LocalSteps:
         return self._late_checks.refused()
 
     def restart(self) -> None:
-        self._has_no_steps = True
+        self._has_no_steps, self._rewrites = True, False
 
     def _start_from_weights(self) -> None:
         self._has_no_steps = False
@@ -181,6 +183,7 @@ class LocalSteps:
     def suspend(self) -> None:
         if self._suspended is None:
             self.resolve_checks()
+            self._rewrite()
             self.failed("")
             progress = self.progress() if self.total > 0 else None
             self._suspended = _SuspendedProgress(self.state.epoch, self.state.version, progress)
@@ -243,7 +246,7 @@ class LocalSteps:
         )
         self.newcomer = bool(state["newcomer"])
         self._round_began_at = self._suspended = None
-        self._has_no_steps = False
+        self._has_no_steps = self._rewrites = False
 
     # --- for the modes
 
@@ -259,6 +262,7 @@ class LocalSteps:
     def begin_round(self) -> int:
         """Mark the beginning of a round. Return the number of samples so far."""
         self.resolve_checks()
+        self._rewrite()
         self._round_began_at = self.total
         return self.total
 
@@ -281,11 +285,23 @@ class LocalSteps:
         if reason == "nobody contributes":
             self.newcomer = False
 
-    def reset_to_base(self) -> None:
-        """Return to the base, because local steps ended in NaN or infinity."""
-        _log.warning("%d samples are dropped: local steps resulted in NaN or infinity", self.samples)
+    def rewrite_later(self) -> None:
+        """Note that an error left θ half written after an outer step: it returns to the base when it is used
+        next.
+        """
+        self._rewrites = True
+
+    def _rewrite(self) -> None:
+        if self._rewrites:
+            self.reset_to_base("the parameters were not written completely after the last round")
+
+    def reset_to_base(self, why: str) -> None:
+        """Return to the base, and drop the local steps since. `why`: as a sentence for the user."""
+        _log.warning("%d samples are dropped: %s", self.samples, why)
         self.set_weights(None)
-        self.counted = self.dropped = self._round_began_at = self.total
+        self.counted = self.dropped = self.total
+        if self._round_began_at is not None:
+            self._round_began_at = self.total
 
     def progress(self) -> list[torch.Tensor]:
         """Return θ - base: float32, on the base's device."""
@@ -320,6 +336,7 @@ class LocalSteps:
                 self._whole_parameters(),
                 (base + one.view(-1) for base, one in zip(bases, progress, strict=True)),
             )
+        self._rewrites = False
 
     def read(self, pieces: Sequence[Fragment], targets: Sequence[torch.Tensor]) -> None:
         """Copy θ's elements to `targets`: flat float32, on the base's device."""

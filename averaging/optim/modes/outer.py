@@ -8,7 +8,10 @@ state never drifts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import operator
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,28 +21,8 @@ from averaging.optim.memory import Fragment, fragments_between, zeros_like
 MOMENTUM = "momentum_buffer"
 
 
-def outer_step_(
-    base: torch.Tensor,
-    momentum: torch.Tensor | None,
-    delta: torch.Tensor,
-    *,
-    lr: float,
-    decay: float,
-    nesterov: bool = True,
-) -> None:
-    """Compute m = decay · m + delta, then base -= lr · (delta + decay · m), or base -= lr · m without
-    Nesterov; base -= lr · delta without momentum.
-
-    All tensors are float32 of one shape and are changed in place; `delta` is overwritten. Equal to
-    `torch.optim.SGD` up to the rounding of fused operations.
-    """
-    if momentum is not None:
-        momentum.mul_(decay).add_(delta)
-        if nesterov:
-            delta.add_(momentum * decay)
-        else:
-            delta.copy_(momentum)
-    base.sub_(delta.mul_(lr))
+# base, averaged pseudo-gradient of some of its elements, and the first of these and the one after the last
+Part = tuple[torch.Tensor, torch.Tensor, int, int]
 
 
 class OuterSGD(torch.optim.Optimizer):
@@ -66,26 +49,45 @@ class OuterSGD(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Make the whole step at once, with the averaged pseudo-gradients in `.grad`."""
-        with torch.no_grad():
-            for group in self.param_groups:
-                for base in group["params"]:
-                    if base.grad is not None:
-                        self.step_part(base, base.grad.clone(), 0, base.numel())
+        bases = [base for group in self.param_groups for base in group["params"] if base.grad is not None]
+        self.step_parts([(base, base.grad.clone(), 0, base.numel()) for base in bases])
 
-    def step_part(self, base: torch.Tensor, delta: torch.Tensor, start: int, stop: int) -> None:
-        """Make the step of elements `start` to `stop` of the flattened, contiguous `base`. `delta` has
-        these elements and is overwritten.
+    def step_parts(self, parts: Sequence[Part], then: Callable[[], object] = bool) -> None:
+        """Make the step of some elements of flattened, contiguous bases, and call `then`, a function of C.
+        The pseudo-gradients are overwritten.
+
+        Computes m = decay · m + delta, then base -= lr · (delta + decay · m), or base -= lr · m without
+        Nesterov; base -= lr · delta without momentum. Equal to `torch.optim.SGD` up to the rounding of fused
+        operations.
+
+        An error, for want of memory or Ctrl-C, comes before all of it, or after it: memory is taken first,
+        and Python handles no signal within the one call that does the rest.
         """
         group = self.param_groups[0]
-        momentum = self.state[base].get(MOMENTUM) if base in self.state else None
-        outer_step_(
-            base.detach().view(-1)[start:stop],
-            None if momentum is None else momentum.view(-1)[start:stop],
-            delta.view(-1),
-            lr=group["lr"],
-            decay=group["momentum"],
-            nesterov=group["nesterov"],
-        )
+        rate, decay, nesterov = group["lr"], group["momentum"], group["nesterov"]
+        operations: list[Callable[[], object]] = []
+        scratch: dict[torch.device, torch.Tensor] = {}
+        if nesterov:
+            for base, delta, *_ in sorted(parts, key=lambda part: -part[1].numel()):
+                if MOMENTUM in self.state.get(base, ()) and base.device not in scratch:
+                    scratch[base.device] = torch.empty_like(delta).view(-1)
+        for base, one, start, stop in parts:
+            delta, target = one.view(-1), base.detach().view(-1)[start:stop]
+            momentum = self.state[base].get(MOMENTUM) if base in self.state else None
+            if momentum is not None:
+                momentum = momentum.view(-1)[start:stop]
+                operations += [partial(momentum.mul_, decay), partial(momentum.add_, delta)]
+                if nesterov:
+                    product = scratch[base.device][: delta.numel()]
+                    operations += [
+                        partial(torch.mul, momentum, decay, out=product),
+                        partial(delta.add_, product),
+                    ]
+                else:
+                    operations.append(partial(delta.copy_, momentum))
+            operations += [partial(delta.mul_, rate), partial(target.sub_, delta)]
+        with torch.no_grad():
+            deque(map(operator.call, [*operations, then]), maxlen=0)
 
 
 def fragments_of(numels: Sequence[int], count: int) -> list[list[Fragment]]:

@@ -81,6 +81,7 @@ class TrainingState:
         self.lock = WriteLock(self.reading, self._views, self._reads)
         self.epoch = 0
         self.root: Chain | None = None  # the head of the state's history and its electors; None: it has none
+        self.has_stepped = False  # the step to the next epoch is complete, although an error may follow it
         self.version = 0  # increases with every change of the state
         # the state is the output of an averaging round, equal on all peers and processors
         self.canonical = False
@@ -103,6 +104,7 @@ class TrainingState:
         """
         self.epoch, self.canonical, self.root = epoch, canonical, root
         self.version += 1
+        self.has_stepped = False
         self._probed = None  # the probed statistics may be part of the state now
         self.after_write()
 

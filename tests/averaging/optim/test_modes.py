@@ -9,7 +9,7 @@ import torch
 
 from averaging.optim.modes import ModeSettings
 from averaging.optim.modes.local_steps import CARRIED_EPOCHS_MAX
-from averaging.optim.modes.outer import fragments_of, outer_step_
+from averaging.optim.modes.outer import OuterSGD, fragments_of
 from averaging.optim.modes.settings import Diloco, Gossip, Gradients, Local
 from tests.averaging.optim.seats import (
     Seat,
@@ -100,15 +100,16 @@ def test_local_is_the_mean_of_parameters() -> None:
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_the_outer_step_is_that_of_torch(nesterov: bool) -> None:
     torch.manual_seed(0)
-    ours, momentum, theirs = torch.randn(50), torch.zeros(50), torch.nn.Parameter(torch.empty(50))
-    theirs.data.copy_(ours)
+    ours, theirs = torch.nn.Parameter(torch.randn(50)), torch.nn.Parameter(torch.empty(50))
+    theirs.data.copy_(ours.data)
+    outer = OuterSGD([ours], [ours], lr=0.7, momentum=0.9, nesterov=nesterov)
     sgd = torch.optim.SGD([theirs], lr=0.7, momentum=0.9, nesterov=nesterov)
     for _ in range(10):
-        delta = torch.randn(50)
-        theirs.grad = delta.clone()
+        ours.grad = torch.randn(50)
+        theirs.grad = ours.grad.clone()
         sgd.step()
-        outer_step_(ours, momentum, delta, lr=0.7, decay=0.9, nesterov=nesterov)
-    torch.testing.assert_close(ours, theirs.detach(), **CLOSE)
+        outer.step()
+    torch.testing.assert_close(ours, theirs, **CLOSE)
 
 
 def test_after_a_round_failed_for_all_the_next_covers_both_periods() -> None:
