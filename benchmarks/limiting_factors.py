@@ -172,12 +172,12 @@ LIMITED_BY: dict[str, str] = {
     "experts-large": _EXPERT_LARGE,
     "experts-train": _EXPERT_PASS,
     "experts-256-nop-512": (
-        "processor time, 0.33 s of all processes for a step: by a profile the trainer's network thread takes "
-        "130 ms for the 512 calls, a sixth of it in sockets, the rest spread over Python and small "
+        "processor time, 0.33 s of all processes for a step: by a profile the trainer's network thread "
+        "takes 130 ms for the 512 calls, a sixth of it in sockets, the rest spread over Python and small "
         "operations of torch without a single large part; each server takes 46 ms. Nearly a fifth of both "
         "is Python's garbage collector, whose full passes visit all objects of torch: with `gc.freeze()` "
-        "after the imports, as in `swarm serve`, they took 104 and 38 ms. Requests to one server share a message "
-        "(docs/decisions/0070), which saves more where the cores are busy than here."
+        "after the imports, as in `swarm serve`, they took 104 and 38 ms. Requests to one server share a "
+        "message (docs/decisions/0070), which saves more where the cores are busy than here."
     ),
     "experts-memory": (
         "no growth without end: over 15,000 passes the caller stayed at 197 MB, and the server went up and "
