@@ -52,6 +52,13 @@ _EXPERT_CALL = (
     "Python: checks, framing, reading and decoding of one 4 kB message each way, and the wake-ups of two "
     "event loops and of the computing thread. In the same run hivemind takes 4.9 ms."
 )
+_EXPERT_LARGE = (
+    "processor time, on cores that all processes share: 32 ms of both ends for a call, 15 at the server and "
+    "17 at the caller, of which 4 are the benchmark's own random numbers and comparison. By a profile the "
+    "server's event loop takes 9.5 of them: a third in system calls of sockets, a fifth in copies, a tenth "
+    "in AES-GCM; its computing thread takes 4 (the no-op's copy, the check for finite numbers). Arriving "
+    "messages are decrypted in place since (docs/decisions/0069), which takes 30 ms instead of 32."
+)
 _EXPERT_PASS = (
     "the module's own arithmetic, which both share: forward, backward and a step of 32 samples take 1.5 "
     "ms of a thread in plain torch, and 2.4 ms in the server (copies from which a step can be undone 0.2 "
@@ -162,12 +169,15 @@ LIMITED_BY: dict[str, str] = {
     },
     "links-1gbit-20ms-256mib-float16-tcp": _GIGABIT,
     "experts-small": _EXPERT_CALL,
+    "experts-large": _EXPERT_LARGE,
     "experts-train": _EXPERT_PASS,
     "experts-256-nop-512": (
-        "processor time of the trainer: by a profile its network thread takes 145 ms for the 512 calls, "
-        "spread over Python and small operations of torch without a single large part; each server takes 53 "
-        "ms. Requests to one server share a message (docs/decisions/0070), which saves more where the cores "
-        "are busy than here."
+        "processor time, 0.33 s of all processes for a step: by a profile the trainer's network thread "
+        "takes 130 ms for the 512 calls, a sixth of it in sockets, the rest spread over Python and small "
+        "operations of torch without a single large part; each server takes 46 ms. Nearly a fifth of both "
+        "is Python's garbage collector, whose full passes visit all objects of torch: with `gc.freeze()` "
+        "after the imports, as in `swarm serve`, they took 104 and 38 ms. Requests to one server share a "
+        "message (docs/decisions/0070), which saves more where the cores are busy than here."
     ),
     "experts-memory": (
         "no growth without end: over 15,000 passes the caller stayed at 197 MB, and the server went up and "

@@ -461,7 +461,13 @@ def check_extra_tensors(state: TrainingState, *, are_averaged: bool) -> None:
     extra tensors or parameters share memory although the state is averaged (`are_averaged`).
     """
     if are_averaged:
-        refuse_overlaps(state.averaged_tensors())
+        try:
+            refuse_overlaps(state.averaged_tensors())
+        except UsageError as error:
+            raise UsageError(
+                "the tensors of the state (trained parameters, statistics, extra_tensors, in this order) "
+                f"cannot be averaged: {error}"
+            ) from None
     if len(state.extra_counts()) > _EXTRA_COUNTS_MAX:
         raise UsageError(
             f"extra_tensors of whole numbers may have {_EXTRA_COUNTS_MAX} elements in all, because all of "

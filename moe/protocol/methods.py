@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 
-import numpy as np
 import torch
 
 from moe.protocol.tensors import CHUNK_BYTES, Header, TensorPayload, chunks
@@ -92,14 +91,14 @@ async def receive_payload(
     slower than PACE_BYTES_PER_S_MIN, because received data holds memory.
     """
     payload = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
-    array = payload.numpy()
+    buffer = payload.numpy().data
     filled, started_s = 0, asyncio.get_running_loop().time()
     while filled < size_bytes:
         slowest_s = started_s + SILENCE_S_MAX + filled / PACE_BYTES_PER_S_MIN
         left_s = min(slowest_s - asyncio.get_running_loop().time(), SILENCE_S_MAX)
         try:
             async with asyncio.timeout(left_s):
-                message = await stream.receive()
+                received_bytes = await stream.receive_into(buffer[filled:])
         except TimeoutError:
             if left_s < SILENCE_S_MAX:
                 so_far = f"{filled} of {size_bytes} bytes so far"
@@ -107,11 +106,10 @@ async def receive_payload(
             raise PeerError(
                 f"peer {stream.peer_id} sent nothing for {SILENCE_S_MAX:g} s in the middle of its tensors"
             ) from None
-        if message is None:
+        if received_bytes is None:
             raise PeerError(f"peer {stream.peer_id} announced {size_bytes} bytes and sent {filled}")
-        if filled + len(message) > size_bytes:
+        if filled + received_bytes > size_bytes:
             raise PeerError(f"peer {stream.peer_id} announced {size_bytes} bytes and sends more")
-        array[filled : filled + len(message)] = np.frombuffer(message, np.uint8)
-        filled += len(message)
-        on_received(len(message))
+        filled += received_bytes
+        on_received(received_bytes)
     return payload

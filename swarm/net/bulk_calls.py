@@ -70,7 +70,7 @@ class BulkCall:
     def __init__(self, connection: BulkSocket, deadline_s: float | None) -> None:
         self.connection = connection
         self._status: tuple[grpc.StatusCode, str] | None = None
-        self._ahead: bytes | None = None  # a message that arrived while no task received
+        self._ahead: bytes | memoryview | None = None  # a message that arrived while no task received
         self._is_receiving = False
         self._has_sent_all = False
         self._has_ended = False  # the callee has sent its last frame
@@ -98,8 +98,10 @@ class BulkCall:
         assert self._status is not None
         return self._status[1]
 
-    async def read(self) -> Any:
-        """Return the next message, or EOF when the stream has ended."""
+    async def read(self, buffer: memoryview | None = None) -> Any:
+        """Return the next message, or EOF when the stream has ended. A message that fits into the buffer may
+        be written there, and is a view of it then.
+        """
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             self.connection.watch()
@@ -108,7 +110,7 @@ class BulkCall:
             return aio.EOF
         self._is_receiving = True
         try:
-            message = self._take(await self.connection.receive())
+            message = self._take(await self.connection.receive(buffer=buffer))
         except BulkLost as lost:
             message = None
             self._end(grpc.StatusCode.UNAVAILABLE, str(lost))
@@ -176,14 +178,14 @@ class BulkCall:
         elif self._then is not None:
             self.cancel()
 
-    def _take(self, frame: tuple[FrameKind, bytes]) -> bytes | None:
+    def _take(self, frame: tuple[FrameKind, bytes | memoryview]) -> bytes | memoryview | None:
         """Return the message of a frame; None if it was the last one."""
         kind, body = frame
         if kind is FrameKind.DATA:
             return body
         if kind is FrameKind.END:
             self._has_ended = True
-            self._end(*decode_status(body))
+            self._end(*decode_status(bytes(body)))
         else:
             self._end(grpc.StatusCode.UNAVAILABLE, "it sent a frame that only callers send")
             self.connection.close()

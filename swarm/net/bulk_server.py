@@ -73,8 +73,14 @@ class BulkContext:
 
     async def read(self) -> Any:
         """Return the next message. Raises aio.BaseError when the connection broke."""
+        return await self.read_into(None)
+
+    async def read_into(self, buffer: memoryview | None) -> Any:
+        """Return the next message as `read` does. One that fits into the buffer is written there, and is a
+        view of it.
+        """
         try:
-            kind, body = await self._connection.receive(self.body_bytes_max)
+            kind, body = await self._connection.receive(self.body_bytes_max, buffer)
         except BulkLost as lost:
             raise _Broke(str(lost)) from None
         if kind is not FrameKind.DATA:
@@ -276,7 +282,7 @@ class BulkServer:
         if kind is not FrameKind.OPEN or self._listening is None:
             return False
         handling = asyncio.get_running_loop().create_task(
-            self._serve(caller, host, body.decode(errors="replace"), BulkContext(connection))
+            self._serve(caller, host, bytes(body).decode(errors="replace"), BulkContext(connection))
         )
         answered = asyncio.get_running_loop().create_future()
         self._handling.add(handling)

@@ -1,8 +1,8 @@
 """A TCP connection of the bulk path: sends and receives sealed frames on the event loop.
 
-Bytes go from the message into the frame and from the frame into the message, with one pass for the cipher
-each, straight between a buffer and the socket. Transports of asyncio and threads take more processor time
-(docs/decisions/0069).
+Bytes go from the message into the frame, and from the frame into the message or a buffer of its receiver,
+with one pass for the cipher each, straight between a buffer and the socket. Transports of asyncio and threads
+take more processor time (docs/decisions/0069).
 """
 
 from __future__ import annotations
@@ -169,12 +169,15 @@ class BulkSocket:
         if self._writable is not None:
             _wake(self._writable)
 
-    async def receive(self, body_bytes_max: int = BODY_BYTES_MAX) -> tuple[FrameKind, bytes]:
+    async def receive(
+        self, body_bytes_max: int = BODY_BYTES_MAX, buffer: memoryview | None = None
+    ) -> tuple[FrameKind, bytes | memoryview]:
         """Return the next frame. Raises BulkLost when the connection ended, or carries anything but the frame
-        that the other end sealed next; a body of more than `body_bytes_max` is refused before it is read.
+        that the other end sealed next; a body of more than `body_bytes_max` is refused before it is read. A
+        message that fits into the buffer is written to its start, and its body is a view of it.
         """
         await self._let_others_run()
-        while (frame := self.receive_now(body_bytes_max)) is None:
+        while (frame := self.receive_now(body_bytes_max, buffer)) is None:
             self._at_once = 0
             self._readable = self._loop.create_future()
             self.watch()
@@ -187,7 +190,9 @@ class BulkSocket:
         self._watch_later(_WATCH_S)
         return frame
 
-    def receive_now(self, body_bytes_max: int = BODY_BYTES_MAX) -> tuple[FrameKind, bytes] | None:
+    def receive_now(
+        self, body_bytes_max: int = BODY_BYTES_MAX, buffer: memoryview | None = None
+    ) -> tuple[FrameKind, bytes | memoryview] | None:
         """Like `receive`, but return None when the frame has not arrived yet."""
         if self.lost:
             raise BulkLost(self.lost)
@@ -211,7 +216,8 @@ class BulkSocket:
                 self._discarded_bytes += self._expected
                 self._buffer, self._arrived = None, 0
                 return FrameKind.DATA, b""
-            frame = self._incoming.open(bytes(self._header), memoryview(self._buffer)[: self._expected])
+            sealed = memoryview(self._buffer)[: self._expected]
+            frame = self._incoming.open(bytes(self._header), sealed, buffer)
         except FrameError as error:
             _logger.warning("a bulk connection with peer %s was closed: %s", self.other, error)
             raise self._lose(str(error)) from None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 from grpc import aio
@@ -10,7 +12,7 @@ from grpc import aio
 from swarm.core.errors import NetworkError, PeerError
 from swarm.core.ids import PeerId
 from swarm.net.room import RequestReads
-from swarm.net.rpc import END_OF_STREAM, StreamHandler, StreamMethod, check_incoming, check_outgoing
+from swarm.net.rpc import END_OF_STREAM, StreamHandler, StreamMethod, check_incoming, check_outgoing, place
 from swarm.net.throttle import Throttle
 
 
@@ -50,6 +52,7 @@ class _HandlerStream:
         self._reads: RequestReads | None = reads  # limits the first message; None once it has arrived
         self._method = method
         self._context = context
+        self._read_into = getattr(context, "read_into", None)  # gRPC's has none
         self._task = asyncio.current_task()
         self._finished = False
         self.ended = False
@@ -62,10 +65,18 @@ class _HandlerStream:
             raise NetworkError(f"the stream {self._method.name} from {self.peer_id} broke: {error}") from None
 
     async def receive(self) -> bytes | None:
+        return await self._next(self._context.read)  # type: ignore[no-any-return, unused-ignore]
+
+    async def receive_into(self, buffer: memoryview) -> int | None:
+        read = functools.partial(self._read_into, buffer) if self._read_into else self._context.read
+        return place(await self._next(read), buffer)
+
+    async def _next(self, read: Callable[[], Awaitable[Any]]) -> Any:
+        """Return the next message, which `read` returns; None when the caller sends no more."""
         if self._finished:
             return None
         try:
-            message = await self._read()
+            message = await self._first(read) if self._reads is not None else await read()
         except aio.BaseError as error:
             raise NetworkError(f"the stream {self._method.name} from {self.peer_id} broke: {error}") from None
         if message is aio.EOF:
@@ -74,16 +85,15 @@ class _HandlerStream:
             self._finished = True
             return None
         check_incoming(self._method, message)
-        return message  # type: ignore[no-any-return, unused-ignore]
+        return message
 
-    async def _read(self) -> Any:
+    async def _first(self, read: Callable[[], Awaitable[Any]]) -> Any:
         reads, self._reads = self._reads, None
-        if reads is None:
-            return await self._context.read()
+        assert reads is not None
         try:
             # the first message shows that the handler accepted its caller
             async with reads.place(self.peer_id):
-                return await self._context.read()
+                return await read()
         except TimeoutError:
             raise PeerError("the first message did not arrive in time") from None
 

@@ -18,7 +18,7 @@ from swarm.core.ids import PeerId
 from swarm.net.bulk_calls import BulkCall
 from swarm.net.dial import Connection, explain
 from swarm.net.membership import ADMIT, RunMembership
-from swarm.net.rpc import END_OF_STREAM, StreamMethod, check_incoming, check_outgoing
+from swarm.net.rpc import END_OF_STREAM, StreamMethod, check_incoming, check_outgoing, place
 
 _STATUS_S_MAX = 1.0  # time to wait for the status of a call whose write failed
 
@@ -38,7 +38,7 @@ class CallerStream:
         self._method = method
         self._connection = connection
         self._call: Any = call
-        self._send = sender_of(call)
+        self._send, self._read_into = sender_of(call), _reader_of(call)
         self._timeout_s = timeout_s
         self._connected = False
         self._finished = False
@@ -51,13 +51,20 @@ class CallerStream:
         await self._write(message)
 
     async def receive(self) -> bytes | None:
+        return await self._checked(self._call.read())  # type: ignore[no-any-return, unused-ignore]
+
+    async def receive_into(self, buffer: memoryview) -> int | None:
+        return place(await self._checked(self._read_into(buffer)), buffer)
+
+    async def _checked(self, reading: Awaitable[Any]) -> Any:
+        """Return the message that is being read; None at the end of the stream."""
         with self._map_errors:
-            message = await self._call.read()
+            message = await reading
         if message is aio.EOF:
             await self._raise_unless_ok()
             return None
         check_incoming(self._method, message)
-        return message  # type: ignore[no-any-return, unused-ignore]
+        return message
 
     async def finish(self) -> None:
         if self._finished:
@@ -116,6 +123,13 @@ def sender_of(call: aio.StreamStreamCall[Any, Any] | BulkCall) -> Callable[[byte
         return call.write
     grpc_call: Any = call
     return grpc_call._cython_call.send_serialized_message  # type: ignore[no-any-return]
+
+
+def _reader_of(call: aio.StreamStreamCall[Any, Any] | BulkCall) -> Callable[[memoryview], Awaitable[Any]]:
+    """Return the function that reads a message, into a buffer where the transport can do that."""
+    if isinstance(call, BulkCall):
+        return call.read
+    return lambda buffer: call.read()
 
 
 class MapErrors:

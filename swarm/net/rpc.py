@@ -95,6 +95,12 @@ class Stream(Protocol):
         """
         ...
 
+    async def receive_into(self, buffer: memoryview) -> int | None:
+        """Receive the next message into the start of a buffer of bytes, and return its size, as `receive`
+        does otherwise. A message that is larger than the buffer is lost. On the bulk path this saves a copy.
+        """
+        ...
+
     async def finish(self) -> None:
         """Finish sending on the caller's end; receiving may continue. A handler finishes by returning, and
         this does nothing there.
@@ -214,7 +220,18 @@ def check_outgoing(method: StreamMethod, message: bytes) -> None:
         )
 
 
-def check_incoming(method: StreamMethod, message: bytes) -> None:
+def place(message: bytes | memoryview | None, buffer: memoryview) -> int | None:
+    """Copy a received message to the start of a buffer if it fits, and return its size; None for None. A
+    memoryview says that the message is there already.
+    """
+    if message is None:
+        return None
+    if isinstance(message, bytes) and len(message) <= len(buffer):
+        buffer[: len(message)] = message
+    return len(message)
+
+
+def check_incoming(method: StreamMethod, message: bytes | memoryview) -> None:
     """Raise PeerError when the other end must not send this message."""
     if not 0 < len(message) <= method.message_bytes_max:
         raise PeerError(

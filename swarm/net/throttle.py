@@ -132,6 +132,12 @@ class ThrottledStream:
             await self._throttle.wait_to_process(len(message))
         return message
 
+    async def receive_into(self, buffer: memoryview) -> int | None:
+        size_bytes = await self._stream.receive_into(buffer)
+        if size_bytes is not None:
+            await self._throttle.wait_to_process(size_bytes)
+        return size_bytes
+
     async def finish(self) -> None:
         await self._stream.finish()
 

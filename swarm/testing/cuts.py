@@ -97,6 +97,9 @@ class _CutStream:
     async def receive(self) -> bytes | None:
         return await self._cuts._guard(self._own, self._other, self._stream.receive)
 
+    async def receive_into(self, buffer: memoryview) -> int | None:
+        return await self._cuts._guard(self._own, self._other, lambda: self._stream.receive_into(buffer))
+
     async def finish(self) -> None:
         await self._stream.finish()
 

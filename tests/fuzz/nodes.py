@@ -28,7 +28,7 @@ from averaging.optim.optimizer import Optimizer, OptimizerConfig
 from swarm.core.errors import SwarmError
 from swarm.core.identity import Identity
 from swarm.core.ids import PeerId
-from swarm.net.rpc import Handlers, Stream, StreamHandler, UnaryHandler
+from swarm.net.rpc import Handlers, Stream, StreamHandler, UnaryHandler, place
 from swarm.node import Node, NodeConfig
 from swarm.run.changes import CHANGE, RunFollower
 from swarm.run.directory import RunDirectory
@@ -112,6 +112,9 @@ class TappedStream:
             self._is_first = False
         return message
 
+    async def receive_into(self, buffer: memoryview) -> int | None:
+        return place(await self.receive(), buffer)
+
 
 class MadeStream:
     """A stranger's end of a stream: sends a few generated messages, and ignores the answers."""
@@ -126,6 +129,9 @@ class MadeStream:
     async def receive(self) -> bytes | None:
         await asyncio.sleep(0)
         return self._messages.pop(0) if self._messages else None
+
+    async def receive_into(self, buffer: memoryview) -> int | None:
+        return place(await self.receive(), buffer)
 
     async def finish(self) -> None:
         return None

@@ -32,7 +32,8 @@ def seal(key: FrameKey, body: bytes, kind: FrameKind = FrameKind.DATA) -> bytes:
 
 def read(key: FrameKey, frame: bytes) -> tuple[FrameKind, bytes]:
     assert sealed_bytes(frame[:HEADER_BYTES]) == len(frame) - HEADER_BYTES
-    return key.open(frame[:HEADER_BYTES], memoryview(frame)[HEADER_BYTES:])
+    kind, body = key.open(frame[:HEADER_BYTES], memoryview(frame)[HEADER_BYTES:])
+    return kind, bytes(body)
 
 
 def read_as_far_as_it_goes(key: FrameKey, frame: bytes) -> None:
@@ -52,6 +53,23 @@ def test_buffer_may_be_larger_than_the_frame() -> None:
     frame = bytes(SECRET.key(1, from_caller=True).seal(FrameKind.DATA, b"body", buffer))
     assert len(frame) == HEADER_BYTES + 4 + TAG_BYTES
     assert read(SECRET.key(1, from_caller=True), frame) == (FrameKind.DATA, b"body")
+
+
+def test_only_a_message_that_fits_is_opened_into_the_receivers_buffer() -> None:
+    out, into = SECRET.key(1, from_caller=True), SECRET.key(1, from_caller=True)
+    frames = [seal(out, bytes(range(1, 9)), kind) for kind in (FrameKind.DATA, FrameKind.DATA, FrameKind.END)]
+    frames.append(seal(out, b""))
+    for frame, size, fits in zip(frames, (12, 7, 12, 12), (True, False, False, False), strict=True):
+        buffer = bytearray(size)
+        sealed = memoryview(frame)[HEADER_BYTES:]
+        _, body = into.open(frame[:HEADER_BYTES], sealed, memoryview(buffer))
+        assert isinstance(body, memoryview) == fits
+        assert bytes(body) == (b"" if frame is frames[3] else bytes(range(1, 9)))
+        assert buffer == (bytes(range(1, 9)) + bytes(4) if fits else bytes(size))
+    altered = bytearray(seal(out, b"values"))
+    altered[-1] ^= 1
+    with pytest.raises(FrameError):
+        into.open(altered[:HEADER_BYTES], memoryview(altered)[HEADER_BYTES:], memoryview(bytearray(12)))
 
 
 def test_no_bit_of_a_frame_can_be_changed() -> None:

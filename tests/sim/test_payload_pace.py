@@ -9,6 +9,7 @@ import pytest
 from moe.protocol.methods import PACE_BYTES_PER_S_MIN, SILENCE_S_MAX, receive_payload
 from swarm.core.errors import PeerError
 from swarm.core.ids import PeerId
+from swarm.net.rpc import place
 from swarm.testing.virtual_loop import run_virtual
 
 
@@ -23,6 +24,9 @@ class Sender:
     async def receive(self) -> bytes:
         await asyncio.sleep(self._interval_s)
         return self._message
+
+    async def receive_into(self, buffer: memoryview) -> int | None:
+        return place(await self.receive(), buffer)
 
     async def send(self, message: bytes) -> None: ...
     async def finish(self) -> None: ...

@@ -103,6 +103,35 @@ async def echo(stream: Stream) -> None:
         await stream.send(message)
 
 
+def test_messages_are_received_into_buffers_at_both_ends(number: int) -> None:
+    async def scenario() -> None:
+        async def reversed_echo(stream: Stream) -> None:
+            buffer = memoryview(bytearray(1 << 20))
+            while (size := await stream.receive_into(buffer)) is not None:
+                await stream.send(bytes(buffer[:size])[::-1])
+
+        async with line(number) as one:
+            one.serve(reversed_echo)
+            async with one.open(TALK, timeout_s=10) as stream:
+                for size in (1, 1000, 1 << 20):
+                    message, buffer = os.urandom(size), bytearray(size + 3)
+                    await stream.send(message)
+                    assert await stream.receive_into(memoryview(buffer)) == size
+                    assert buffer == message[::-1] + bytes(3)
+                await stream.send(b"larger")
+                assert await stream.receive_into(memoryview(small := bytearray(5))) == 6
+                assert small == bytes(5)
+                await stream.send(b"ahead")
+                await asyncio.sleep(0.1)  # it may be taken from the connection before it is asked for
+                assert await stream.receive_into(memoryview(small)) == 5
+                assert small == b"daeha"
+                await stream.finish()
+                assert await stream.receive_into(memoryview(small)) is None
+        assert one.seen == ["returned"]
+
+    run(scenario)
+
+
 def test_messages_travel_in_both_directions_until_both_ends_finish(number: int) -> None:
     async def scenario() -> None:
         async with line(number) as one:

@@ -226,12 +226,15 @@ class LocalSteps:
             raise UsageError("this was not saved in a mode with local steps")
         if [tuple(t.shape) for t in saved] != [tuple(t.shape) for t in self.base]:
             raise UsageError("the saved base has other shapes than this optimizer's parameters")
-        pairs = []
-        for key, statistics in state["outer"]["state"].items():
-            own = self.outer.state.get(_nth(self.outer, key), {})
+        pairs, parameters = [], dict(enumerate(parameters_of(self.outer)))
+        for number, statistics in state["outer"]["state"].items():
+            own = self.outer.state.get(parameters[number], {}) if number in parameters else {}
             for name, value in statistics.items():
-                if name not in own:
-                    raise UsageError(f"the saved outer optimizer has {name!r}, and that of this mode has not")
+                if name not in own or own[name].shape != value.shape:
+                    raise UsageError(
+                        f"the saved outer optimizer has {name!r} of parameter {number}, and that of this "
+                        "mode has none of that shape"
+                    )
                 pairs.append((own[name], value))
         self.resolve_checks()
         with torch.no_grad():
@@ -412,9 +415,3 @@ class LocalSteps:
                     group["lr"].fill_(rate)
                 else:
                     group["lr"] = rate
-
-
-def _nth(optimizer: torch.optim.Optimizer, number: int) -> torch.Tensor:
-    """Return the parameter that a state dict of this optimizer calls `number`."""
-    found: torch.Tensor = [p for group in optimizer.param_groups for p in group["params"]][number]
-    return found

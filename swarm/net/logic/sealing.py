@@ -93,16 +93,25 @@ class FrameKey:
         self._cipher.encrypt_into(nonce, body, header, frame[HEADER_BYTES:])
         return frame
 
-    def open(self, header: bytes, sealed: memoryview) -> tuple[FrameKind, bytes]:
-        """Return kind and body of the next frame. Raises FrameError when it is not the one that the other
-        end sealed next.
+    def open(
+        self, header: bytes, sealed: memoryview, buffer: memoryview | None = None
+    ) -> tuple[FrameKind, bytes | memoryview]:
+        """Return kind and body of the next frame. A message that fits into the buffer is written to its
+        start, and its body is a view of it. Raises FrameError when it is not the frame that the other end
+        sealed next; what is in the buffer must not be used then.
         """
         nonce = self._next_nonce(len(sealed))
+        kind, size = FrameKind(_HEADER.unpack(header)[0]), len(sealed) - TAG_BYTES
+        body: bytes | memoryview
         try:
-            body = self._cipher.decrypt(nonce, sealed, header)
+            if buffer is not None and kind is FrameKind.DATA and 0 < size <= len(buffer):
+                body = buffer[:size]
+                self._cipher.decrypt_into(nonce, sealed, header, body)
+            else:
+                body = self._cipher.decrypt(nonce, sealed, header)
         except InvalidTag:
             raise FrameError("a frame was altered, repeated or left out on the way") from None
-        return FrameKind(_HEADER.unpack(header)[0]), body
+        return kind, body
 
 
 @dataclass(frozen=True, slots=True)

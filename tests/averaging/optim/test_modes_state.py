@@ -223,6 +223,21 @@ def test_state_of_another_mode_is_refused_with_nothing_changed(
     }
 
 
+@pytest.mark.parametrize("number", [1, 99])
+def test_state_whose_momentum_fits_no_parameter_is_refused_with_nothing_changed(number: int) -> None:
+    """Regression test: an IndexError, or an error of torch with half of the state loaded."""
+    one = seat(Diloco())
+    one.step(1, 4)
+    hold([one])
+    saved = copy.deepcopy(one.mode.state_dict())
+    statistics = saved["outer"]["state"]
+    statistics[number] = statistics.pop(0)
+    saved["base"] = [torch.zeros_like(base) for base in saved["base"]]
+    with pytest.raises(UsageError, match=f"'momentum_buffer' of parameter {number}"):
+        one.mode.load_state_dict(saved)
+    assert one.mode.state_dict()["base"][0].any()
+
+
 @pytest.mark.parametrize("delayed", [False, True])
 def test_samples_are_kept_when_the_inner_optimizer_raises_an_error(delayed: bool) -> None:
     """Regression test: with delayed rounds they were lost, and no report said so."""
