@@ -22,6 +22,7 @@ from moe.protocol.names import ExpertUid
 from moe.server.expert import Expert
 from moe.server.logic.lineage import PAST_MAX, CommonVersion, ExpertLineage
 from swarm.core.errors import PeerError, SwarmError, UsageError
+from swarm.core.home import user_path
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ def saved_names(folder: Path) -> list[ExpertUid]:
     """Return the names of the experts that a folder has checkpoints of."""
     names = []
     with contextlib.suppress(OSError):
-        for path in sorted(folder.expanduser().iterdir()):
+        for path in sorted(user_path(folder).iterdir()):
             with contextlib.suppress(UsageError):
                 if Checkpoints(path).newest_first():
                     names.append(ExpertUid.parse(path.name))

@@ -16,6 +16,7 @@ from swarm.cli.invite import stored_run
 from swarm.cli.paths import checkpoints_folder
 from swarm.cli.render import Presentation, make_output, print_result
 from swarm.core.errors import UsageError
+from swarm.core.home import user_path
 from swarm.core.wording import size
 from swarm.core.working import Update, working
 from swarm.run.entering import find_run
@@ -98,7 +99,7 @@ class _Choices:
                 "a run's model is written with --output FILE only; for a grid, whose experts are at its "
                 "servers, pass the address of one with --from"
             )
-        return self.output.expanduser()
+        return user_path(self.output)
 
 
 def _export(choices: _Choices) -> int:
@@ -151,7 +152,7 @@ def _export_grid(node: Node, signed: SignedSpecification, choices: _Choices) -> 
         for write, given in ((export_grid, choices.output), (checkpoint_grid, choices.checkpoint)):
             if given is None:
                 continue
-            path = given.expanduser()
+            path = user_path(given)
             with working("downloading experts") as update:
                 found = write(node, signed, factory, path, _counted(update))
             for text in found.warnings:

@@ -23,6 +23,7 @@ from swarm.cli.render import Output, output_kind
 from swarm.cli.render.output import JsonOutput, PlainOutput, is_terminal
 from swarm.cli.shutdown import Shutdown
 from swarm.core.errors import NetworkError, UsageError
+from swarm.core.home import user_path
 from swarm.core.working import working
 from swarm.run.entering import poll_running
 from swarm.run.events import Notice
@@ -96,7 +97,7 @@ class MonitorChoices:
         from swarm.monitor.saving import StateSavingConfig
 
         return StateSavingConfig(
-            folder=self.save.expanduser(), every_s=parse_duration_s(self.every), kept_max=self.keep
+            folder=user_path(self.save), every_s=parse_duration_s(self.every), kept_max=self.keep
         )
 
     def alerts(self) -> AlertChannels:
@@ -109,7 +110,7 @@ class MonitorChoices:
         """Return the file in which the history of a run is kept; None for none."""
         if self.history == "none" or (self.once and self.history is None):
             return None
-        return Path(self.history).expanduser() if self.history is not None else monitor_history(run_id)
+        return user_path(self.history) if self.history is not None else monitor_history(run_id)
 
 
 @click.command(context_settings=options.CONTEXT)
@@ -230,7 +231,7 @@ def _show(choices: MonitorChoices, watch: Watch, shutdown: Shutdown) -> None:
     with contextlib.ExitStack() as stack:
         feeds = []
         if choices.log is not None:
-            log = stack.enter_context(choices.log.expanduser().open("a", encoding="utf-8"))
+            log = stack.enter_context(user_path(choices.log).open("a", encoding="utf-8"))
             feeds.append(ViewFeed(JsonOutput(log), _LOG_EVERY_S))
         kind, state = output_kind(as_json=choices.as_json), ScreenState()
 

@@ -18,6 +18,7 @@ from swarm.cli.serve_choices import ServeChoices
 from swarm.cli.shutdown import Shutdown
 from swarm.core.device import check_device_present
 from swarm.core.errors import SwarmError, UsageError
+from swarm.core.home import user_path
 from swarm.core.identity import Identity
 from swarm.core.working import working
 from swarm.membership.invite import is_invite
@@ -400,7 +401,7 @@ class _Hosting:
 
         folder = self._choices.checkpoint
         config = ExpertServerConfig(
-            checkpoints=folder.expanduser() if folder is not None else None,
+            checkpoints=user_path(folder) if folder is not None else None,
             average_s=self._signed.grid.average_s,
         )
         named = {str(uid): expert for uid, expert in experts.items()}

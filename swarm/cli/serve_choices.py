@@ -16,6 +16,7 @@ from swarm.cli.identity import open_entry_identity, open_identity
 from swarm.cli.invite import contacts_of
 from swarm.cli.paths import default_identity
 from swarm.core.errors import UsageError
+from swarm.core.home import user_path
 from swarm.core.identity import Identity
 from swarm.core.ids import Contact, PeerId
 from swarm.core.presets import Preset
@@ -104,7 +105,7 @@ class ServeChoices:
         written = click.core.ParameterSource.COMMANDLINE
         choices = cls(
             given=frozenset(name for name in _GRID_OPTIONS if context.get_parameter_source(name) is written),
-            file=Path(files[0]).expanduser() if files else None,
+            file=user_path(files[0]) if files else None,
             addresses=entries,
             **options,
         )
@@ -230,7 +231,7 @@ class ServeChoices:
             if not room:
                 raise UsageError(f"--memory {self.memory} is less than one expert takes: {size(needed)}")
             count = min(room, count or sum(pattern.count for pattern in self.patterns(grid)), EXPERTS_MAX)
-        folder = self.checkpoint.expanduser() if self.checkpoint is not None else None
+        folder = user_path(self.checkpoint) if self.checkpoint is not None else None
         return Placing(node, self.patterns(grid), count, folder)
 
     @property

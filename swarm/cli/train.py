@@ -30,6 +30,7 @@ from swarm.cli.render.volunteer import VolunteerPresentation
 from swarm.cli.shutdown import Shutdown
 from swarm.core.device import check_device_present
 from swarm.core.errors import UsageError
+from swarm.core.home import user_path
 from swarm.core.identity import Identity
 from swarm.core.ids import Contact, PeerId
 from swarm.core.presets import Preset
@@ -282,7 +283,7 @@ class TrainChoices:
         choices.listen_at()
         choices.rendezvous()
         PreferencesFile(preferences_file()).read()
-        if choices.data is not None and not choices.data.expanduser().is_dir():
+        if choices.data is not None and not user_path(choices.data).is_dir():
             raise UsageError(f"--data {choices.data}: there is no such folder")
         return choices
 

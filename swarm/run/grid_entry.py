@@ -13,6 +13,7 @@ from moe.protocol.declarations import Directory
 from moe.protocol.finding import ExpertPattern, hosted_experts
 from swarm.core.clock import Clock
 from swarm.core.errors import UsageError
+from swarm.core.home import user_path
 from swarm.core.identity import Identity
 from swarm.core.ids import Contact
 from swarm.run.creation import create_run
@@ -87,7 +88,7 @@ async def read_servers(dht: DhtService, grid: GridSpecification) -> list[Contact
 def module_hash(file: Path) -> str:
     """Return the SHA-256 of a user's own file of expert classes. Raise UsageError if it cannot be read."""
     try:
-        with file.expanduser().open("rb") as stream:
+        with user_path(file).open("rb") as stream:
             content = stream.read(_MODULE_BYTES_MAX + 1)
     except FileNotFoundError:
         raise UsageError(f"--module {file}: there is no such Python file") from None

@@ -145,6 +145,7 @@ def error_text(capsys: pytest.CaptureFixture[str]) -> str:
         (["serve"], "swarm: say what to host: --experts PATTERN, a GRID.toml, or the address of a swarm"),
         (["serve", "a.toml", "b.toml"], "hosts the experts of one grid: give one file"),
         (["serve", "absent.toml"], "swarm: cannot read absent.toml: No such file or directory"),
+        (["serve", "~nosuchuser/grid.toml"], "~nosuchuser/grid.toml: there is no such home folder"),
         (["serve", "a.toml", "--lr", "1", "--dtype", "float16"], "leave --dtype, --lr out"),
         (["serve", "nonsense", "--experts", "ffn.0"], "this machine took part in no run 'nonsense'"),
         (["serve", "--experts", "ffn.0", "--open", "--open-training"], "choose it or --open-training"),

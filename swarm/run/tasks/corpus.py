@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swarm.core.errors import UsageError
+from swarm.core.home import user_path
 from swarm.core.wording import size
 
 VOCABULARY = 256  # values of a byte
@@ -66,7 +67,7 @@ def read_corpus(folder: Path | None, *, bytes_max: int, sample_bytes: int) -> Co
     `folder` None means the Python standard library. Raises UsageError if the folder cannot be read or
     contains too little text for samples of `sample_bytes`.
     """
-    root = Path(sysconfig.get_path("stdlib")) if folder is None else folder.expanduser()
+    root = Path(sysconfig.get_path("stdlib")) if folder is None else user_path(folder)
     suffixes = {".py"} if folder is None else TEXT_SUFFIXES
     source = "the Python standard library" if folder is None else str(folder)
     training, held_out, files = bytearray(), bytearray(), 0

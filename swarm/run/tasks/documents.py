@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarm.core.errors import UsageError
+from swarm.core.home import user_path
 from swarm.run.tasks.corpus import TEXT_SUFFIXES, files_of
 from swarm.run.tasks.model_files import data_files
 
@@ -34,7 +35,7 @@ def documents_of(folder: Path | None, settings: LanguageModelSettings) -> Docume
     standard library. Raises UsageError if there are none.
     """
     if folder is not None:
-        source, texts = str(folder), _folder_texts(folder.expanduser(), settings.column)
+        source, texts = str(folder), _folder_texts(user_path(folder), settings.column)
     elif settings.data is not None and settings.data_revision is not None:
         source = f"{settings.data}, split {settings.split}"
         found = data_files(settings.data, settings.data_revision, settings.split, settings.data_bytes)
