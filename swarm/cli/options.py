@@ -107,6 +107,13 @@ optional_identity = click.option(
     default=None,
     help="An identity to keep. [default: one that is kept, for each invite another]",
 )
+server_identity = click.option(
+    "--identity",
+    metavar="FILE",
+    default=None,
+    help="An identity to keep; `new`: a new one that is not kept. [default: this user's for a grid that the "
+    "command creates, else one that is kept, for each invite another]",
+)
 observer_identity = click.option(
     "--identity",
     metavar="FILE",

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from swarm.cli import options
-from swarm.cli.identity import open_entry_identity, open_identity
 from swarm.cli.invite import starting_invite
-from swarm.cli.paths import default_identity, specifications_folder
+from swarm.cli.paths import specifications_folder
 from swarm.cli.render import Output, make_output
 from swarm.cli.render.serve import ExpertLoad, Served, ServePresentation, ServerLoadShown
 from swarm.cli.serve_choices import ServeChoices
@@ -177,7 +176,7 @@ _CREATE_S_MAX = 60.0  # for reading and publishing a specification, including re
     show_default=True,
     help="Seconds between averages with replicas on other servers; 0: never.",
 )
-@options.optional_identity
+@options.server_identity
 @options.listen_behind_relays
 @options.announce
 @options.relay_mbit(0.0)
@@ -215,11 +214,7 @@ def _serve(choices: ServeChoices) -> int:
         make_output(ServePresentation(), as_json=choices.as_json) as output,
     ):
         check_device_present(choices.device)  # check this before anything is opened or declared
-        own = (
-            open_identity(choices.identity, default_identity())
-            if choices.file is not None and not any(map(is_invite, choices.addresses))
-            else open_entry_identity(choices.identity, choices.addresses, "serve")
-        )
+        own = choices.open_identity()
         try:
             # imports torch, which takes seconds; the node listens already, and tells callers that experts are
             # not ready yet

@@ -12,11 +12,15 @@ import click
 from moe.protocol.names import ExpertGrid
 from swarm.cli import options
 from swarm.cli.finding import is_run_name, remembered_entry
+from swarm.cli.identity import open_entry_identity, open_identity
 from swarm.cli.invite import contacts_of
+from swarm.cli.paths import default_identity
 from swarm.core.errors import UsageError
+from swarm.core.identity import Identity
 from swarm.core.ids import Contact, PeerId
 from swarm.core.presets import Preset
 from swarm.core.wording import size
+from swarm.membership.invite import is_invite
 from swarm.run.grid import GridSpecification
 from swarm.run.grid_entry import module_hash
 from swarm.run.limits import parse_size
@@ -143,6 +147,15 @@ class ServeChoices:
     def listens_nowhere(self) -> bool:
         """Return whether this server opens no port and must be called through relays."""
         return options.listen_at(self.listen, self.announce, self.contacts()) is None
+
+    def open_identity(self) -> Identity:
+        """Open this user's identity for a grid that the command creates, so that its owner can change it
+        later; else the identity with which it enters.
+        """
+        creates = self.file is not None or not self.addresses
+        if creates and not any(map(is_invite, self.addresses)):
+            return open_identity(self.identity, default_identity())
+        return open_entry_identity(self.identity, self.addresses, "serve")
 
     def offered(self) -> GridSpecification | None:
         """Return the grid in the file, or the one that the options with --experts describe; None without

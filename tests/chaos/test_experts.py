@@ -20,7 +20,7 @@ from moe.protocol.names import ExpertUid
 from swarm.core.errors import NetworkError, NotEnoughPeers, PeerError
 from tests.wire.served import READY_S, Served, serving
 
-pytestmark = pytest.mark.chaos
+pytestmark = [pytest.mark.chaos, pytest.mark.usefixtures("home")]
 
 MOVED_S = 180.0  # until a server has moved; 85 s on a quiet machine
 

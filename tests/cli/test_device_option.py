@@ -31,7 +31,7 @@ def no_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swarm.node.Node", opened)
     monkeypatch.setattr("swarm.cli.train.open_identity", opened)
     monkeypatch.setattr("swarm.cli.train.open_entry_identity", opened)
-    monkeypatch.setattr("swarm.cli.serve.open_entry_identity", opened)
+    monkeypatch.setattr("swarm.cli.serve_choices.ServeChoices.open_identity", opened)
 
 
 def arguments(command: str, folder: Path, device: str, run: str = RUN) -> list[str]:
