@@ -26,7 +26,7 @@ _RECOVERY = 64
 # Queues whose batches' times are remembered: 2 × EXPERTS_MAX, for both directions of every expert of a
 # server. The least recently used one is forgotten.
 _RATES_MAX = 8192
-_REMOVED_MAX = 1024  # entries of removed requests in the heap of all queues
+_REMOVED_MAX = 1024  # entries of removed requests in the heap of a queue, and in that of all queues
 _IDLE_CALLERS_MAX = 1024  # without waiting requests whose virtual ends are remembered
 # of the samples per second of the best class. Larger: more delay for little throughput
 _RATE_SHARE_MIN = 0.8
@@ -209,6 +209,9 @@ class Batcher:
         queue = self._queues.setdefault(request.queue, _Queue())
         queue.waiting[request.number] = (request, now_s)
         heapq.heappush(queue.order, (start, request.number))
+        if len(queue.order) > 2 * len(queue.waiting) + _REMOVED_MAX:
+            queue.order = [entry for entry in queue.order if entry[1] in queue.waiting]
+            heapq.heapify(queue.order)
         queue.samples += request.samples
         self._queue_of[request.number] = request.queue
         heapq.heappush(self._order, (start, request.number))
