@@ -43,7 +43,7 @@ class Plan:
     """Extent of the measurement."""
 
     peers: int = 4
-    newcomers: int = 2  # one after the other
+    newcomers: int = 4  # one after the other
     window_s: float = 20.0
     turns: int = 3
 

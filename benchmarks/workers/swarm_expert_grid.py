@@ -15,6 +15,7 @@ import torch
 import swarm
 from benchmarks.mixture_load import zero_rate_sgd
 from benchmarks.worker_channel import WorkerChannel, wait_until
+from swarm.runtime.collector import keep_present_objects
 
 WIDTH = 256
 TIMEOUT_S = 60.0
@@ -44,6 +45,7 @@ def main() -> None:
         if rank == 0:
             channel.publish("address", node.addresses[0])
         if "experts" in configuration:
+            keep_present_objects()  # as `swarm serve` does
             with swarm.ExpertServer(node, hosted(configuration)):
                 channel.send("ready")
                 while True:
