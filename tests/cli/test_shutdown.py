@@ -29,13 +29,6 @@ print("ended")
 """
 
 
-def test_an_interruption_that_python_ignores_is_repeated_without_a_traceback() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LOST], capture_output=True, text=True, timeout=50, check=False
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "ended\n", "")
-
-
 # The second Ctrl-C is lost in the same way, before the main thread is interrupted once.
 LOST_BEFORE = """
 import signal, threading, weakref
@@ -57,11 +50,18 @@ with Shutdown(interrupt_s=0.1, abandon_s=60.0):
 """
 
 
-def test_a_second_ctrl_c_that_python_ignores_does_not_interrupt_the_cleanup() -> None:
+@pytest.mark.parametrize(
+    ("script", "printed"),
+    [(LOST, "ended\n"), (LOST_BEFORE, "cleaned up\n")],
+    ids=["the interruption", "a second Ctrl-C before it"],
+)
+def test_an_interruption_that_python_ignores_is_repeated_once_without_a_traceback(
+    script: str, printed: str
+) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", LOST_BEFORE], capture_output=True, text=True, timeout=50, check=False
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=50, check=False
     )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "cleaned up\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, printed, "")
 
 
 @pytest.mark.usefixtures("home")
