@@ -211,9 +211,8 @@ class EpochLoop:
         """
         self._cancel_background_round()
         self._retry_at_samples = self._failed_at_samples = 0
-        self._closer.has_lost_round = (
-            False  # its samples are dropped, or those of the checkpoint replace them
-        )
+        # its samples are dropped, or those of the checkpoint replace them
+        self._closer.has_lost_round = False
         self._tracker.begin_epoch(self._state.epoch)
         self._donor.start()
         self._donor.changed()

@@ -460,13 +460,10 @@ class Volunteer:
 
     def _apply_settings(self) -> None:
         """Bring membership and optimizer up to the present version. Runs on the network thread."""
-        excluded, target = (
-            excluded_peers(self.signed, self._node.membership),
-            self.specification.target_batch_size,
-        )
+        excluded = excluded_peers(self.signed, self._node.membership)  # also revokes them in the membership
         if self.training is None:
             return
-        optimizer = self.training.optimizer
+        optimizer, target = self.training.optimizer, self.specification.target_batch_size
         optimizer.ban(excluded)
         if optimizer.target_batch_size != target:
             with contextlib.suppress(UsageError):  # closed while this peer pauses, or at the end
