@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from swarm.cli.control import Control
 from swarm.cli.identity import NEW, read_invited
-from swarm.cli.invite import OWN_OBSERVER_S, owners_invite
+from swarm.cli.invite import OWN_OBSERVER_S, owners_invite, starting_invite
 from swarm.cli.paths import control_folder, default_identity, specifications_folder
 from swarm.cli.render.output import Output, Result
 from swarm.core.errors import NetworkError, UsageError
@@ -262,13 +262,14 @@ def _invited_entry(
     kept: list[tuple[Path, Identity]] = []
     with contextlib.suppress(MissingIdentity):
         kept = [(user, Identity.read(user))] if identity != NEW else []
+    run = identity_of(signed)
     for file, own in itertools.chain(kept, read_invited() if identity is None else ()):
-        run = identity_of(signed)
         held = load_capability(specifications_folder(), signed.run_id, own.peer_id)
         if own.peer_id == signed.owner:
-            invite = owners_invite(run, own, OWN_OBSERVER_S)
             if role == "observe":
+                invite = owners_invite(run, own, OWN_OBSERVER_S)
                 return RunEntry((invite.text(), *addresses), signed.full_name, NEW)
+            invite = starting_invite(own, signed.specification)  # shown to others, too
         elif held and role in (*held[-1].roles, "observe"):
             invite = Invite(run=run, contacts=(), grants=held, key=b"")
         else:

@@ -210,6 +210,8 @@ def test_an_owner_joins_its_run_by_name_with_its_own_identity() -> None:
         assert volunteer.peer_id == owner.peer_id
         membership = RunMembership(Entrance.of(entry.bootstrap).invite, volunteer.peer_id, (), time.time)
         assert (membership.run_id, membership.capability) == (signed.run_id, ())
+        grant = membership.invite.grants[-1]  # others join with it
+        assert (set(grant.roles), grant.uses) == ({"train", "serve", "observe"}, 100)
 
 
 def test_the_only_run_of_the_network_is_joined_through_its_peers(around: list[NearbyRun]) -> None:
