@@ -24,3 +24,10 @@ def size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "bytes" or count >= 100 else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
+
+
+def one_line(what: str, text: str) -> str:
+    """Return a text. Raise ValueError, which names `what` it is, if it is more than one printable line."""
+    if not text.isprintable():
+        raise ValueError(f"{what} is one line, without control characters")
+    return text

@@ -17,6 +17,7 @@ import os
 import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,6 +25,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from swarm.core.errors import UsageError
 from swarm.core.files import write_private
+from swarm.core.wording import one_line
 from swarm.metrics.record import NAME_CHARACTERS_MAX
 from swarm.net.throttle import Bandwidth
 from swarm.run.hours import Hours
@@ -51,12 +53,6 @@ def _checked(parse: Callable[[str], object]) -> BeforeValidator:
 
 def _idle_s(text: str) -> float:
     return {"on": IDLE_S, "off": 0.0}[text] if text in ("on", "off") else parse_duration_s(text)
-
-
-def _is_line(text: str) -> str:
-    if not text.isprintable():
-        raise ValueError("a name is one line, without control characters")
-    return text
 
 
 _Size = Annotated[str, _checked(parse_size)]
@@ -99,7 +95,8 @@ class Preferences(BaseModel):
     upload: Annotated[_Mbit | None, Field(description="send at most this many Mbit/s")] = None
     download: Annotated[_Mbit | None, Field(description="receive at most this many Mbit/s")] = None
     name: Annotated[
-        Annotated[str, Field(max_length=NAME_CHARACTERS_MAX), AfterValidator(_is_line)] | None,
+        Annotated[str, Field(max_length=NAME_CHARACTERS_MAX), AfterValidator(partial(one_line, "a name"))]
+        | None,
         Field(description="a name of this machine for others to read"),
     ] = None
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from swarm.core.wording import duration
+from swarm.core.wording import duration, one_line
 from swarm.run.choices import Mode, ModeChoice, Strategy
 from swarm.run.owned import GRID_PREFIX, OwnedSpecification, SpecificationTable
 
@@ -145,9 +145,7 @@ class RunSpecification(OwnedSpecification):
     @field_validator("message")
     @classmethod
     def _message_is_a_line(cls, value: str) -> str:
-        if not value.isprintable():
-            raise ValueError("a message is one line, without control characters")
-        return value
+        return one_line("a message", value)
 
     @model_validator(mode="after")
     def _settings_are_those_of_the_task(self) -> RunSpecification:
