@@ -105,21 +105,23 @@ optional_identity = click.option(
     "--identity",
     metavar="FILE",
     default=None,
-    help="An identity to keep. [default: one that is kept, for each invite another]",
+    help="An identity to keep; `new`: a new one that is not kept. [default: one that is kept, for each "
+    "invite another]",
 )
 server_identity = click.option(
     "--identity",
     metavar="FILE",
     default=None,
-    help="An identity to keep; `new`: a new one that is not kept. [default: this user's for a grid that the "
-    "command creates, else one that is kept, for each invite another]",
+    help="An identity to keep; `new`: a new one that is not kept. [default: this user's for GRID.toml and "
+    "for a new swarm; with an invite one that is kept for it; else a new one]",
 )
 observer_identity = click.option(
     "--identity",
     metavar="FILE",
     default=None,
-    help="An identity to keep. If it owns the invited run that you name, it may be training: it then invites "
-    "a new peer for this command. [default: one that is kept, for each invite another]",
+    help="An identity to keep; `new`: a new one that is not kept. The owner of the named run enters as a new "
+    "peer instead, because its identity may be training. [default: with an invite one that is kept for it; "
+    "else a new one]",
 )
 
 

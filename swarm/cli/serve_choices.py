@@ -150,8 +150,8 @@ class ServeChoices:
         return options.listen_at(self.listen, self.announce, self.contacts()) is None
 
     def open_identity(self) -> Identity:
-        """Open this user's identity for a grid that the command creates, so that its owner can change it
-        later; else the identity with which it enters.
+        """Open this user's identity for a grid of a file or of a new swarm, so that its owner can change it
+        later; else the identity with which the command enters a swarm.
         """
         creates = self.file is not None or not self.addresses
         if creates and not any(map(is_invite, self.addresses)):

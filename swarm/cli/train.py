@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -283,7 +284,8 @@ class TrainChoices:
         choices.listen_at()
         choices.rendezvous()
         PreferencesFile(preferences_file()).read()
-        if choices.data is not None and not user_path(choices.data).is_dir():
+        # Path.is_dir raises OSError for a name that is too long
+        if choices.data is not None and not os.path.isdir(user_path(choices.data)):
             raise UsageError(f"--data {choices.data}: there is no such folder")
         return choices
 

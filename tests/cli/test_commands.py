@@ -145,6 +145,7 @@ def error_text(capsys: pytest.CaptureFixture[str]) -> str:
         (["serve"], "swarm: say what to host: --experts PATTERN, a GRID.toml, or the address of a swarm"),
         (["serve", "a.toml", "b.toml"], "hosts the experts of one grid: give one file"),
         (["serve", "absent.toml"], "swarm: cannot read absent.toml: No such file or directory"),
+        (["start", "a.toml", "--data", "x" * 300], "there is no such folder"),
         (["serve", "~nosuchuser/grid.toml"], "~nosuchuser/grid.toml: there is no such home folder"),
         (["serve", "a.toml", "--lr", "1", "--dtype", "float16"], "leave --dtype, --lr out"),
         (["serve", "nonsense", "--experts", "ffn.0"], "this machine took part in no run 'nonsense'"),
@@ -316,7 +317,9 @@ def test_the_help_says_that_an_owners_identity_is_not_the_one_that_observes(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([command, "--help"]) == 0
-    assert "it then invites a new peer for this command" in " ".join(capsys.readouterr().out.split())
+    assert "The owner of the named run enters as a new peer instead" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 @pytest.mark.parametrize(("chosen", "expected"), [(None, "20000"), ("ACTIVE", None)])
