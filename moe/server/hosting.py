@@ -199,12 +199,12 @@ class HostingService:
             await methods.send_payload(stream, payloads)
 
         refused: dict[int, Outcome | RequestRefused] = {}
-        answer_bytes = 0
+        # the tensors of all parts are one payload, which cannot be received in part
+        request_bytes, answer_bytes = sum(sizes), 0
         for number, request in enumerate(requests):
             try:
                 own = self._admit(stream.peer_id, request, PARTS_BYTES_MAX)
-                # the tensors of all parts are one payload, which cannot be received in part
-                if max(answer_bytes + own.answer_bytes, sum(sizes)) > PARTS_BYTES_MAX:
+                if max(answer_bytes + own.answer_bytes, request_bytes) > PARTS_BYTES_MAX:
                     raise _too_large(PARTS_BYTES_MAX)
             except RequestRefused as refusal:
                 refused[number] = refusal
@@ -214,7 +214,7 @@ class HostingService:
         if admitted:
             first = next(iter(admitted.values()))
             try:
-                payload = await self._receive(stream, first.hosted, message, sum(sizes))
+                payload = await self._receive(stream, first.hosted, message, request_bytes)
             except RequestRefused as refusal:
                 refused |= dict.fromkeys(admitted, refusal)
                 admitted.clear()
