@@ -15,7 +15,7 @@ from averaging.reduction.speed import Speed
 from swarm.core.clock import Clock
 from swarm.core.errors import PeerError
 from swarm.core.ids import PeerId
-from swarm.net.rpc import Stream, place
+from swarm.net.rpc import Stream, copy_into
 from swarm.wire.reduce_pb2 import ExchangeFrames, ExchangeHeader
 
 # with a header; takes a second or two on a slow home link that six streams share
@@ -125,7 +125,7 @@ class FramedStream:
         self._went()
 
     async def receive_into(self, buffer: memoryview) -> int | None:
-        return place(await self.receive(), buffer)
+        return copy_into(await self.receive(), buffer)
 
     async def receive(self) -> bytes | None:
         """Receive a message as `Stream.receive` does. When the stream ends within a message, its part is

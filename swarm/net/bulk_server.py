@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
-from grpc import aio
 
 from swarm.core.ids import PeerId
 from swarm.core.standing import PeerStanding
@@ -27,7 +26,8 @@ from swarm.net.bulk_calls import BULK, IS_SUPPORTED, MAGIC, encode_status
 from swarm.net.bulk_socket import BulkLost, BulkSocket, configure
 from swarm.net.callers import OpenCalls, RemoteCaller, caller_host
 from swarm.net.calls import ANSWER_S_MAX, Outcome
-from swarm.net.logic.sealing import BODY_BYTES_MAX, SECRET_BYTES, TOKEN_BYTES, BulkSecret, FrameKind
+from swarm.net.incoming import BulkContext
+from swarm.net.logic.sealing import SECRET_BYTES, TOKEN_BYTES, BulkSecret, FrameKind
 from swarm.net.rpc import Handlers
 from swarm.net.scope import prefix_of
 from swarm.net.throttle import Throttle
@@ -53,47 +53,6 @@ _LAST_S_MAX = 0.2  # in which streams that are ended at close send their last fr
 _REFUSED = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.PERMISSION_DENIED)
 _CLOSING: Outcome = (grpc.StatusCode.CANCELLED, "the peer is closing", b"")
 Serve = Callable[[RemoteCaller, str, str, "BulkContext"], Coroutine[Any, Any, Outcome]]
-
-
-class _Broke(aio.BaseError):  # type: ignore[misc, unused-ignore]
-    """The connection broke."""
-
-
-class BulkContext:
-    """A stream on a bulk connection at its callee, with those methods of gRPC's context that handlers'
-    streams use. Frames with a body of more than `body_bytes_max` end the connection before they are read.
-    """
-
-    def __init__(self, connection: BulkSocket) -> None:
-        self._connection = connection
-        self.body_bytes_max = BODY_BYTES_MAX
-
-    async def send_initial_metadata(self, metadata: object) -> None:
-        """Do nothing: only gRPC needs it."""
-
-    async def read(self) -> Any:
-        """Return the next message. Raises aio.BaseError when the connection broke."""
-        return await self.read_into(None)
-
-    async def read_into(self, buffer: memoryview | None) -> Any:
-        """Return the next message as `read` does. One that fits into the buffer is written there, and is a
-        view of it.
-        """
-        try:
-            kind, body = await self._connection.receive(self.body_bytes_max, buffer)
-        except BulkLost as lost:
-            raise _Broke(str(lost)) from None
-        if kind is not FrameKind.DATA:
-            self._connection.close()
-            raise _Broke("it ended the stream before its callee")
-        return body
-
-    async def write(self, message: bytes) -> None:
-        """Send a message. Raises aio.BaseError when the connection broke."""
-        try:
-            await self._connection.send(FrameKind.DATA, message)
-        except BulkLost as lost:
-            raise _Broke(str(lost)) from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, Protocol
 
 from grpc import aio
 
 from swarm.core.errors import NetworkError, PeerError
 from swarm.core.ids import PeerId
+from swarm.net.bulk_socket import BulkLost, BulkSocket
+from swarm.net.logic.sealing import BODY_BYTES_MAX, FrameKind
 from swarm.net.room import RequestReads
-from swarm.net.rpc import END_OF_STREAM, StreamHandler, StreamMethod, check_incoming, check_outgoing, place
+from swarm.net.rpc import (
+    END_OF_STREAM,
+    StreamHandler,
+    StreamMethod,
+    check_incoming,
+    check_outgoing,
+    copy_into,
+)
 from swarm.net.throttle import Throttle
 
 
@@ -34,6 +43,43 @@ class Context(Protocol):
         ...
 
 
+class _Broke(aio.BaseError):  # type: ignore[misc, unused-ignore]
+    """The connection broke."""
+
+
+class BulkContext:
+    """A stream on a bulk connection at its callee, with those methods of gRPC's context that handlers'
+    streams use. Frames with a body of more than `body_bytes_max` end the connection before they are read.
+    """
+
+    def __init__(self, connection: BulkSocket) -> None:
+        self._connection = connection
+        self.body_bytes_max = BODY_BYTES_MAX
+
+    async def send_initial_metadata(self, metadata: object) -> None:
+        """Do nothing: only gRPC needs it."""
+
+    async def read(self, buffer: memoryview | None = None) -> Any:
+        """Return the next message. One that fits into the buffer is written there, and is a view of it.
+        Raises aio.BaseError when the connection broke.
+        """
+        try:
+            kind, body = await self._connection.receive(self.body_bytes_max, buffer)
+        except BulkLost as lost:
+            raise _Broke(str(lost)) from None
+        if kind is not FrameKind.DATA:
+            self._connection.close()
+            raise _Broke("it ended the stream before its callee")
+        return body
+
+    async def write(self, message: bytes) -> None:
+        """Send a message. Raises aio.BaseError when the connection broke."""
+        try:
+            await self._connection.send(FrameKind.DATA, message)
+        except BulkLost as lost:
+            raise _Broke(str(lost)) from None
+
+
 class StreamCancelled(Exception):
     """A handler cancelled its own stream."""
 
@@ -52,7 +98,6 @@ class _HandlerStream:
         self._reads: RequestReads | None = reads  # limits the first message; None once it has arrived
         self._method = method
         self._context = context
-        self._read_into = getattr(context, "read_into", None)  # gRPC's has none
         self._task = asyncio.current_task()
         self._finished = False
         self.ended = False
@@ -68,8 +113,9 @@ class _HandlerStream:
         return await self._next(self._context.read)  # type: ignore[no-any-return, unused-ignore]
 
     async def receive_into(self, buffer: memoryview) -> int | None:
-        read = functools.partial(self._read_into, buffer) if self._read_into else self._context.read
-        return place(await self._next(read), buffer)
+        context = self._context
+        read = partial(context.read, buffer) if isinstance(context, BulkContext) else context.read
+        return copy_into(await self._next(read), buffer)
 
     async def _next(self, read: Callable[[], Awaitable[Any]]) -> Any:
         """Return the next message, which `read` returns; None when the caller sends no more."""

@@ -18,7 +18,7 @@ from swarm.core.ids import PeerId
 from swarm.net.bulk_calls import BulkCall
 from swarm.net.dial import Connection, explain
 from swarm.net.membership import ADMIT, RunMembership
-from swarm.net.rpc import END_OF_STREAM, StreamMethod, check_incoming, check_outgoing, place
+from swarm.net.rpc import END_OF_STREAM, StreamMethod, check_incoming, check_outgoing, copy_into
 
 _STATUS_S_MAX = 1.0  # time to wait for the status of a call whose write failed
 
@@ -54,7 +54,7 @@ class CallerStream:
         return await self._checked(self._call.read())  # type: ignore[no-any-return, unused-ignore]
 
     async def receive_into(self, buffer: memoryview) -> int | None:
-        return place(await self._checked(self._read_into(buffer)), buffer)
+        return copy_into(await self._checked(self._read_into(buffer)), buffer)
 
     async def _checked(self, reading: Awaitable[Any]) -> Any:
         """Return the message that is being read; None at the end of the stream."""

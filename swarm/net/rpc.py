@@ -96,8 +96,9 @@ class Stream(Protocol):
         ...
 
     async def receive_into(self, buffer: memoryview) -> int | None:
-        """Receive the next message into the start of a buffer of bytes, and return its size, as `receive`
-        does otherwise. A message that is larger than the buffer is lost. On the bulk path this saves a copy.
+        """Receive the next message into the start of a buffer of bytes, and return its size; None once the
+        other end has finished. A message whose size exceeds that of the buffer is lost. Raises as `receive`
+        does. On the bulk path this saves a copy.
         """
         ...
 
@@ -220,7 +221,7 @@ def check_outgoing(method: StreamMethod, message: bytes) -> None:
         )
 
 
-def place(message: bytes | memoryview | None, buffer: memoryview) -> int | None:
+def copy_into(message: bytes | memoryview | None, buffer: memoryview) -> int | None:
     """Copy a received message to the start of a buffer if it fits, and return its size; None for None. A
     memoryview says that the message is there already.
     """

@@ -19,7 +19,7 @@ from swarm.core.identity import Identity
 from swarm.core.ids import PeerId
 from swarm.core.standing import PeerStanding
 from swarm.net.bulk_server import CONNECTIONS_MAX as BULK_CONNECTIONS_MAX
-from swarm.net.bulk_server import CONNECTIONS_PER_PEER_MAX, BulkContext, BulkServer
+from swarm.net.bulk_server import CONNECTIONS_PER_PEER_MAX, BulkServer
 from swarm.net.callers import STRANGER_CALLS, CallsOf, OpenCalls, RemoteCaller, set_caller_host
 from swarm.net.calls import (
     ANSWER_S_MAX,
@@ -31,7 +31,7 @@ from swarm.net.calls import (
 )
 from swarm.net.certificate import CallerCheck, courtesy_ca, server_certificate
 from swarm.net.connections import CONNECTIONS_MAX, Connections
-from swarm.net.incoming import Context, StreamCancelled, serve_stream
+from swarm.net.incoming import BulkContext, Context, StreamCancelled, serve_stream
 from swarm.net.listening import why_no_listening
 from swarm.net.logic.stranger_budget import StrangerBudget
 from swarm.net.membership import RunMembership

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from swarm.core.errors import NetworkError, SwarmError, UsageError
 from swarm.core.ids import PeerId
 from swarm.core.notify import wait_until_set
-from swarm.net.rpc import StreamMethod, check_outgoing, place
+from swarm.net.rpc import StreamMethod, check_outgoing, copy_into
 
 if TYPE_CHECKING:
     from swarm.testing.network import SimulatedPeer
@@ -150,7 +150,7 @@ class SimulatedStream:
 
     async def receive_into(self, buffer: memoryview) -> int | None:
         """Receive the next message into the start of a buffer, and return its size."""
-        return place(await self.receive(), buffer)
+        return copy_into(await self.receive(), buffer)
 
     async def _wait(self, pipe: _Pipe, timeout_s: float | None) -> None:
         """Wait for a change of the pipe, at most one virtual second, so that a crash is noticed without a

@@ -14,10 +14,11 @@ from grpc import aio
 from swarm.core.errors import PeerError
 from swarm.core.standing import PeerStanding
 from swarm.net.bulk_calls import MAGIC, decode_status, encode_status
-from swarm.net.bulk_server import BulkContext, BulkServer
+from swarm.net.bulk_server import BulkServer
 from swarm.net.bulk_socket import BulkSocket
 from swarm.net.callers import RemoteCaller
 from swarm.net.calls import Outcome
+from swarm.net.incoming import BulkContext
 from swarm.net.logic.sealing import (
     HEADER_BYTES,
     TOKEN_BYTES,

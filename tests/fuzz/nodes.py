@@ -28,7 +28,7 @@ from averaging.optim.optimizer import Optimizer, OptimizerConfig
 from swarm.core.errors import SwarmError
 from swarm.core.identity import Identity
 from swarm.core.ids import PeerId
-from swarm.net.rpc import Handlers, Stream, StreamHandler, UnaryHandler, place
+from swarm.net.rpc import Handlers, Stream, StreamHandler, UnaryHandler, copy_into
 from swarm.node import Node, NodeConfig
 from swarm.run.changes import CHANGE, RunFollower
 from swarm.run.directory import RunDirectory
@@ -113,7 +113,7 @@ class TappedStream:
         return message
 
     async def receive_into(self, buffer: memoryview) -> int | None:
-        return place(await self.receive(), buffer)
+        return copy_into(await self.receive(), buffer)
 
 
 class MadeStream:
@@ -131,7 +131,7 @@ class MadeStream:
         return self._messages.pop(0) if self._messages else None
 
     async def receive_into(self, buffer: memoryview) -> int | None:
-        return place(await self.receive(), buffer)
+        return copy_into(await self.receive(), buffer)
 
     async def finish(self) -> None:
         return None

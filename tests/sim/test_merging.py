@@ -17,7 +17,7 @@ from moe.protocol.tensors import TensorPayload
 from swarm.core.errors import NetworkError, PeerError
 from swarm.core.ids import Address, Contact
 from swarm.net.channels import Channels
-from swarm.net.rpc import place
+from swarm.net.rpc import copy_into
 from swarm.runtime.supervise import Supervisor
 from swarm.testing.identities import SeededIdentity
 from swarm.testing.virtual_loop import VirtualLoop
@@ -130,7 +130,7 @@ class ServerStream:
         return self._answers.pop(0) if self._answers else None
 
     async def receive_into(self, buffer: memoryview) -> int | None:
-        return place(await self.receive(), buffer)
+        return copy_into(await self.receive(), buffer)
 
 
 def test_requests_of_one_turn_share_a_message_and_each_gets_its_own_answer() -> None:

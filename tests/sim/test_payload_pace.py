@@ -9,7 +9,7 @@ import pytest
 from moe.protocol.methods import PACE_BYTES_PER_S_MIN, SILENCE_S_MAX, receive_payload
 from swarm.core.errors import PeerError
 from swarm.core.ids import PeerId
-from swarm.net.rpc import place
+from swarm.net.rpc import copy_into
 from swarm.testing.virtual_loop import run_virtual
 
 
@@ -26,7 +26,7 @@ class Sender:
         return self._message
 
     async def receive_into(self, buffer: memoryview) -> int | None:
-        return place(await self.receive(), buffer)
+        return copy_into(await self.receive(), buffer)
 
     async def send(self, message: bytes) -> None: ...
     async def finish(self) -> None: ...
