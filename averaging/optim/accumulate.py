@@ -30,6 +30,7 @@ from averaging.optim.finite import (
 )
 from averaging.optim.memory import Fragment, gradient_for, zeros_beside
 from averaging.optim.offload import HostLink, HostStaging, OffloadLinks, link_of
+from averaging.optim.parameters import parameters_of
 from swarm.core.errors import UsageError
 
 
@@ -288,8 +289,7 @@ def names_of(parameters: Sequence[torch.Tensor], optimizer: torch.optim.Optimize
     """Return the names of these parameters for messages: their own if the optimizer was given
     `named_parameters()`, else their numbers in it.
     """
-    every = dict.fromkeys(id(p) for group in optimizer.param_groups for p in group["params"])
-    names = {one: f"parameter {place}" for place, one in enumerate(every)}
+    names = {id(p): f"parameter {place}" for place, p in enumerate(parameters_of(optimizer))}
     for group in optimizer.param_groups:
         names |= {
             id(p): str(name) for p, name in zip(group["params"], group.get("param_names", ()), strict=False)

@@ -137,14 +137,15 @@ class TrainedParameters:
         """Raise UsageError when another parameter has a gradient: the inner optimizer would step it with this
         peer's own gradient, so that peers would grow apart.
         """
-        for p in parameters_of(self._inner):
-            if p.grad is not None and id(p) not in self._known:
-                raise UsageError(
-                    f"{names_of([p], self._inner)[0]} has a gradient, although it was frozen or not in the "
-                    "optimizer when swarm.Optimizer was made: peers agreed on the parameters to train. Set "
-                    "its .grad to None, or make a new swarm.Optimizer on all peers, with another name of the "
-                    "run"
-                )
+        for group in self._inner.param_groups:  # no list of them: every step checks this
+            for p in group["params"]:
+                if p.grad is not None and id(p) not in self._known:
+                    raise UsageError(
+                        f"{names_of([p], self._inner)[0]} has a gradient, although it was frozen or not in "
+                        "the optimizer when swarm.Optimizer was made: peers agreed on the parameters to "
+                        "train. Set its .grad to None, or make a new swarm.Optimizer on all peers, with "
+                        "another name of the run"
+                    )
 
 
 def check_samples(value: int | None) -> int:

@@ -1,6 +1,8 @@
-"""The parameters of an optimizer, and which of them are trained."""
+"""The parameters of an optimizer, which of them are trained, and the options of its groups."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -13,3 +15,18 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def is_trained(p: torch.Tensor) -> bool:
     """Return whether a parameter is trained, and not kept as it is."""
     return p.requires_grad and p.is_floating_point()
+
+
+def set_option(group: dict[str, Any], key: str, value: Any) -> None:
+    """Set an option of a parameter group. A tensor keeps its place in memory, where a captured graph reads
+    it.
+    """
+    present = group.get(key)
+    if not isinstance(present, torch.Tensor):
+        group[key] = value
+        return
+    with torch.no_grad():
+        if isinstance(value, torch.Tensor):
+            present.copy_(value)
+        else:
+            present.fill_(value)

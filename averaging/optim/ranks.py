@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from averaging.optim.parameters import parameters_of
+from averaging.optim.parameters import parameters_of, set_option
 from averaging.reduction.sharded import is_sharded
 from swarm.core.device import is_out_of_memory
 from swarm.core.errors import SwarmError, UsageError
@@ -298,10 +298,7 @@ def set_options(groups: Sequence[dict[str, Any]], options: Sequence[dict[str, An
         for key, value in new_options.items():
             if key not in group:
                 continue
-            if isinstance(group[key], torch.Tensor):
-                group[key].fill_(value)
-            else:
-                group[key] = tuple(value) if isinstance(group[key], tuple) else value
+            set_option(group, key, tuple(value) if isinstance(group[key], tuple) else value)
 
 
 def _number(value: Any) -> Any:

@@ -32,7 +32,7 @@ from averaging.optim.memory import Fragment, storage_for, zeros_beside
 from averaging.optim.modes import ModeParts
 from averaging.optim.modes.outer import OuterSGD
 from averaging.optim.offload import HostStaging, OffloadLinks
-from averaging.optim.parameters import is_trained, parameters_of
+from averaging.optim.parameters import is_trained, parameters_of, set_option
 from averaging.optim.ranks import OrderedSteps
 from averaging.optim.state.training_state import TrainingState
 from averaging.result import RoundFailure
@@ -90,7 +90,7 @@ class LocalSteps:
         # value of `total` when the running round began
         self._round_began_at: int | None = None
         self._suspended: _SuspendedProgress | None = None
-        self._rewrites = False  # θ was not written completely after an outer step
+        self._rewrites = False  # an error has left θ half written
         # no step was made yet: the first one sets the base to the parameters as they are then
         self._has_no_steps = True
 
@@ -331,6 +331,7 @@ class LocalSteps:
 
     def set_weights(self, progress: Sequence[torch.Tensor] | None) -> None:
         """Set θ to base + progress; with None, to the base exactly."""
+        self._rewrites = True  # until all of it is written
         bases = (base.detach().view(-1) for base in self.base)
         if progress is None:
             self.write(self._whole_parameters(), bases)
@@ -411,7 +412,4 @@ class LocalSteps:
         rates = self._scheduler.state_dict().get("_last_lr") if self._scheduler is not None else None
         if isinstance(rates, list) and len(rates) == len(self.inner.param_groups):
             for group, rate in zip(self.inner.param_groups, rates, strict=True):
-                if isinstance(group["lr"], torch.Tensor):
-                    group["lr"].fill_(rate)
-                else:
-                    group["lr"] = rate
+                set_option(group, "lr", rate)

@@ -9,6 +9,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
+from averaging.optim.parameters import set_option
 from swarm.core.errors import PeerError, UsageError
 
 # a state of a later epoch is refused: moving the schedule there would take too long, at about 10 microseconds
@@ -61,22 +62,13 @@ class EpochSchedule:
         if again:
             self._scheduler.load_state_dict(copy.deepcopy(self._first))
             for group, first in zip(self._groups, self._first_groups, strict=True):
-                _restore(group, first)
+                for key, value in first.items():
+                    set_option(group, key, copy.deepcopy(value))
             present = 0
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns if the optimizer has made no step yet
             for _ in range(present, epoch):
                 self._scheduler.step()
-
-
-def _restore(group: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Set the settings of a group. Tensors keep their place in memory: a captured graph reads them there."""
-    for key, value in settings.items():
-        if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
-            with torch.no_grad():
-                group[key].copy_(value)
-        else:
-            group[key] = copy.deepcopy(value)
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

@@ -87,3 +87,21 @@ def test_parameters_that_were_written_in_part_return_to_the_base_with_the_next_s
     assert torch.equal(one.theta, other.theta)
     assert "parameters were not written completely" in caplog.text
     assert one.mode.learner.samples == 3
+
+
+def test_parameters_that_a_download_left_half_written_return_to_the_base(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Regression test: the next round pulled everybody back to this peer's parameters of before."""
+    one, other = before_the_step(Diloco()), before_the_step(Diloco())
+    one.mode.failed("round")
+    advance(other)
+    one.mode.learner.suspend()
+    one.mode.state.load(other.mode.state.snapshot().blob)
+    with Memory(0), pytest.raises(torch.OutOfMemoryError):
+        one.mode.learner.resume()
+    other.mode.learner.set_weights(None)
+    prepare([one])
+    assert torch.equal(one.theta, other.theta)
+    assert not any(view.any() for view in one.mode.tensors()), "it has nothing to contribute"
+    assert "parameters were not written completely" in caplog.text
