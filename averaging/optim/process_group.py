@@ -173,7 +173,7 @@ class ProcessGroupOptimizer(DelegatingOptimizer):
         self._swarm: Optimizer | None = None
         self._follower: RankFollower | None = None
         self._epoch = 0
-        self._has_compared = False  # whether all ranks have the same gradients
+        self._has_compared = False  # whether the gradients of all ranks were compared
         if node is None:
             self._follower = RankFollower(self._channel, inner)
             self._follower.whole.gather()
@@ -214,7 +214,8 @@ class ProcessGroupOptimizer(DelegatingOptimizer):
                 "the ranks of this peer have different gradients, and only those of rank 0 count: wrap the "
                 "model in DistributedDataParallel, or shard it with fully_shard"
             )
-        self._has_compared = self._has_compared or any(present)
+        # norms that are not finite are equal where gradients are not
+        self._has_compared = self._has_compared or (any(present) and not defects)
         if self._leader is None:
             if self._follow("gradients")["whole"]:
                 whole.gather_gradients(present)

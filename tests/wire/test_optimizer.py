@@ -173,7 +173,7 @@ def test_buffers_and_counters_become_equal_with_the_state() -> None:
         first, second = (dict(peer.net.named_buffers()) for peer in peers)
         assert all(torch.equal(first[name], second[name]) for name in first)
         assert int(first["1.num_batches_tracked"]) >= max(peer.steps for peer in peers), (
-            "counters become the largest that any peer has"
+            "of two peers the median of counters is the larger one"
         )
         assert len({peer.opt.state_digest() for peer in peers}) == 1
 

@@ -102,20 +102,21 @@ class DilocoMode:
         return None
 
     def apply(self, metadata: Sequence[Any]) -> None:
-        learner, number = self.learner, self.state.epoch % len(self._fragments)
-        has_no_new_steps = learner.has_no_new_steps
+        number = self.state.epoch % len(self._fragments)
         try:
-            self._step(number, has_no_new_steps=has_no_new_steps)
+            self._step(number)
         except BaseException:
             if self.state.has_stepped:
-                learner.rewrite_later()
-                self._counted_at[number] = learner.commit_round()
+                self.learner.rewrite_later()
             raise
-        self._counted_at[number] = learner.commit_round()
+        finally:
+            if self.state.has_stepped:
+                self._counted_at[number] = self.learner.commit_round()
 
-    def _step(self, number: int, *, has_no_new_steps: bool) -> None:
+    def _step(self, number: int) -> None:
         """Make the outer step, and write what follows to θ."""
         learner, pieces, views = self.learner, self._fragments[number], self._views[number]
+        has_no_new_steps = learner.has_no_new_steps
         self._outer_step(number, views)
         bases = [learner.base[piece.place].detach().view(-1)[piece.start : piece.stop] for piece in pieces]
         if self._weights_at_start is None or has_no_new_steps:

@@ -52,9 +52,9 @@ class OuterSGD(torch.optim.Optimizer):
         bases = [base for group in self.param_groups for base in group["params"] if base.grad is not None]
         self.step_parts([(base, base.grad.clone(), 0, base.numel()) for base in bases])
 
-    def step_parts(self, parts: Sequence[Part], then: Callable[[], object] | None = None) -> None:
-        """Make the step of some elements of flattened, contiguous bases, and call `then`, which must not be
-        written in Python. The pseudo-gradients are overwritten.
+    def step_parts(self, parts: Sequence[Part], when_done: Callable[[], object] | None = None) -> None:
+        """Make the step of some elements of flattened, contiguous bases, and call `when_done`, which must
+        not be written in Python. The pseudo-gradients are overwritten.
 
         Computes m = decay · m + delta, then base -= lr · (delta + decay · m), or base -= lr · m without
         Nesterov; base -= lr · delta without momentum. Equal to `torch.optim.SGD` up to the rounding of fused
@@ -86,8 +86,9 @@ class OuterSGD(torch.optim.Optimizer):
                 else:
                     operations.append(partial(delta.copy_, momentum))
             operations += [partial(delta.mul_, rate), partial(target.sub_, delta)]
-        if then is not None:
-            operations.append(then)
+        if when_done is not None:
+            operations.append(when_done)
+        # One call in C: Python handles signals between bytecodes only, so Ctrl-C comes before or after it.
         with torch.no_grad():
             deque(map(operator.call, operations), maxlen=0)
 
