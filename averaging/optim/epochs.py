@@ -105,8 +105,10 @@ class EpochLoop:
             yield
         except BaseException:
             if self._background is None:
-                self._averager.cancel()
-                self._mode.failed("cancelled")
+                try:
+                    self._averager.cancel()
+                finally:
+                    self._mode.failed("cancelled")
             raise
         finally:
             self._inside.release()
@@ -205,14 +207,14 @@ class EpochLoop:
             return report
         return self._join_round(report)
 
-    def resumed(self) -> None:
+    def resumed(self, *, keeps_samples: bool) -> None:
         """Continue after the state was replaced from outside, for instance by a checkpoint. The state is
-        valid, so newcomers need not wait for this peer's first step.
+        valid, so newcomers need not wait for this peer's first step. `keeps_samples`: what was accumulated
+        was neither dropped nor replaced.
         """
         self._cancel_background_round()
         self._retry_at_samples = self._failed_at_samples = 0
-        # its samples are dropped, or those of the checkpoint replace them
-        self._closer.has_lost_round = False
+        self._closer.has_lost_round &= keeps_samples
         self._tracker.begin_epoch(self._state.epoch)
         self._donor.start()
         self._donor.changed()

@@ -364,6 +364,7 @@ class Optimizer(DelegatingOptimizer):
         past = past_of_header(read_header(blob)[0])
         with self._loop.turn():
             self._state.load(blob)
+            self._loop.close()  # a round in the background belongs to another state
             with self._state.lock:
                 self._mode.learner.loaded()
             self._resumed(past)
@@ -408,12 +409,10 @@ class Optimizer(DelegatingOptimizer):
         """
         swarm: dict[str, Any] = {
             "epoch": self._state.epoch,
-            "scheduler": None,
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "accumulated": self._mode.state_dict(),
         }
         swarm["feedback"] = self._averager.feedback_state()
-        if self._state.scheduler is not None:
-            swarm["scheduler"] = self._state.scheduler.state_dict()
         if self._history is not None:
             swarm["history"] = chain_text(self._history.past())
         return {**self.inner.state_dict(), "swarm": swarm}
@@ -439,14 +438,14 @@ class Optimizer(DelegatingOptimizer):
                     self._state.scheduler.load_state_dict(swarm["scheduler"])
                 epoch = self._state.epoch if swarm is None else int(swarm["epoch"])
                 self._state.mark_changed(epoch, root=None if past is None else past.end)
-            self._resumed(past)
+            self._resumed(past, keeps_samples=swarm is None)
 
-    def _resumed(self, past: Chain | None) -> None:
+    def _resumed(self, past: Chain | None, *, keeps_samples: bool = False) -> None:
         """Continue from a state that has just been loaded, in the history that a checkpoint names."""
         if self._history is not None and past is not None:
             self._history.restore(past)
         self._hyperparameters.record()
-        self._loop.resumed()
+        self._loop.resumed(keeps_samples=keeps_samples)
 
     def register_reunion_hook(self, hook: Callable[[Optimizer], None]) -> RemovableHandle:
         """Call `hook(optimizer)` on the trainer's thread when this peer was cut off, continued by itself, and

@@ -89,18 +89,20 @@ def test_interrupted_call_leaves_no_round_and_undoes_what_the_mode_prepared() ->
     assert parts.undone == ["round", "cancelled"]
 
 
-@pytest.mark.parametrize("resumes", [False, True])
-def test_samples_may_be_counted_after_a_lost_round_until_a_checkpoint_is_loaded(resumes: bool) -> None:
+@pytest.mark.parametrize("keeps_samples", [None, False, True])
+def test_samples_may_be_counted_after_a_lost_round_until_a_checkpoint_replaces_them(
+    keeps_samples: bool | None,
+) -> None:
     """Regression test: the samples that were made on a checkpoint's state were dropped at the next download,
-    as if others had counted them.
+    as if others had counted them. A plain state dict of the inner optimizer replaces none.
     """
     parts, loop = started()
     with pytest.raises(RuntimeError, match="out of memory"):
         loop.join_started_round(1.0)
-    if resumes:
-        loop.resumed()
+    if keeps_samples is not None:
+        loop.resumed(keeps_samples=keeps_samples)
     loop.load(1.0)
-    assert parts.counted == [not resumes]
+    assert parts.counted == [keeps_samples is not False]
 
 
 def test_call_beside_that_of_another_thread_is_refused_and_disturbs_nothing() -> None:
