@@ -112,7 +112,7 @@ def _per_epoch(earlier: dict[str, Any], now: dict[str, Any], figure: str) -> flo
     """Return how much a figure of a peer grew in an epoch, from the beginning of one to that of another: a
     part of an epoch at the end of a window of twenty would count for up to a twentieth.
     """
-    epochs = now["begun"]["epoch"] - earlier["begun"]["epoch"]
+    epochs: int = now["begun"]["epoch"] - earlier["begun"]["epoch"]
     grown: float = now["begun"][figure] - earlier["begun"][figure]
     return grown / max(epochs, 1)
 
