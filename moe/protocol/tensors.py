@@ -92,14 +92,16 @@ def encode(tensors: Sequence[torch.Tensor | None], codec: Codec | None) -> list[
 
 def payload_bytes(payloads: Sequence[TensorPayload]) -> int:
     """Return the size of all payloads with their padding."""
-    return sum(piece.size_bytes + piece.padding_bytes for piece in payloads)
+    return sum([len(piece.payload) + -len(piece.payload) % ALIGNMENT for piece in payloads])
 
 
 def join_payloads(payloads: Sequence[TensorPayload]) -> bytes:
     """Return all payloads as one, copied once."""
     parts: list[Buffer] = []
     for piece in payloads:
-        parts += (piece.payload, _PADDING[: piece.padding_bytes])
+        parts.append(piece.payload)
+        if padding := piece.padding_bytes:
+            parts.append(_PADDING[:padding])
     return b"".join(parts)
 
 

@@ -347,14 +347,11 @@ class HostingService:
 
     def _reply(self, admitted: AdmittedRequest, outcome: Outcome) -> ExpertReply:
         request = admitted.request
-        return ExpertReply(
-            status=expert_pb2.EXPERT_OK,
-            version=outcome.version,
-            tensors=methods.wire_headers(outcome.payloads),
-            wait_s=admitted.hosted.compute.wait_s,
-            kept=request.keep
-            and self.runner.input_cache.get(admitted.caller, (request.request_id, request.uid)) is not None,
-        )
+        reply = ExpertReply(version=outcome.version, wait_s=admitted.hosted.compute.wait_s)
+        methods.add_headers(reply.tensors, outcome.payloads)
+        if request.keep:
+            reply.kept = self.runner.input_cache.has(admitted.caller, (request.request_id, request.uid))
+        return reply
 
     def _refusal(self, request: ExpertRequest, refusal: RequestRefused) -> ExpertReply:
         hosted = self._hosted.get(request.uid)

@@ -138,7 +138,8 @@ class Channels:
         deadline_s = loop.time() + timeout_s
         link, pooled = await self._enter(contact, 0, timeout_s, method.name)
         try:
-            await self._throttle.wait_to_send_call(len(raw))
+            if not self._throttle.sends_at_once(len(raw)):
+                await self._throttle.wait_to_send(len(raw))
             remaining_s = max(deadline_s - loop.time(), 0.001)
             if (
                 not pooled.shared.is_refused
@@ -156,13 +157,15 @@ class Channels:
             self._failed(link, pooled, error)
             raise
         finally:
-            await self._leave(link, pooled)
+            if self._leave(link, pooled):
+                await self._discard(pooled.connection)
         if len(reply_raw) > method.reply_bytes_max:
             raise PeerError(
                 f"peer {contact.peer_id} answered {method.name} with {len(reply_raw)} bytes; at most "
                 f"{method.reply_bytes_max} are taken"
             )
-        await self._throttle.wait_to_process_call(len(reply_raw))
+        if not self._throttle.processes_at_once(len(reply_raw)):
+            await self._throttle.wait_to_process(len(reply_raw))
         reply = method.reply()
         try:
             reply.ParseFromString(reply_raw)
@@ -368,7 +371,8 @@ class Channels:
             self._failed(link, pooled, error)
             raise
         finally:
-            await self._leave(link, pooled)
+            if self._leave(link, pooled):
+                await self._discard(pooled.connection)
 
     def _failed(self, link: _Link, pooled: _PooledConnection, error: NetworkError) -> None:
         """Drop a connection that broke; keep one on which only a call was too slow."""
@@ -380,11 +384,11 @@ class Channels:
             link.connection = None
             pooled.dropped = True
 
-    async def _leave(self, link: _Link, pooled: _PooledConnection) -> None:
+    def _leave(self, link: _Link, pooled: _PooledConnection) -> bool:
+        """Count the end of a call. Return whether its connection must be closed now."""
         link.used_s = asyncio.get_running_loop().time()
         pooled.calls -= 1
-        if pooled.dropped and not pooled.calls:
-            await self._discard(pooled.connection)
+        return pooled.dropped and not pooled.calls
 
     async def _connect(self, contact: Contact, number: int, timeout_s: float | None) -> _Link:
         if self._closed:

@@ -420,9 +420,11 @@ class _Busy(Exception):
 
 
 async def _answer(handler: UnaryHandler, peer_id: PeerId, raw: bytes, throttle: Throttle) -> bytes:
-    await throttle.wait_to_process_call(len(raw))
+    if not throttle.processes_at_once(len(raw)):
+        await throttle.wait_to_process(len(raw))
     reply = _encoded(handler, await handler.function(peer_id, _decoded(handler, raw)))
-    await throttle.wait_to_send_call(len(reply))
+    if not throttle.sends_at_once(len(reply)):
+        await throttle.wait_to_send(len(reply))
     return reply
 
 

@@ -341,7 +341,7 @@ class ForwardPass:
         below_k_min = self._gathering.rows_below_k_min
         if len(below_k_min) and not self._options.allow_zero_outputs:
             raise self._too_few(len(below_k_min))
-        answers = [self._results[number].forward_reply.outputs for number in numbers]
+        answers = [self._results[number].forward_reply.take_outputs() for number in numbers]
         like = answers[0] if answers else empty
         if any(
             [(one.shape[1:], one.dtype) for one in answer] != [(one.shape[1:], one.dtype) for one in like]
@@ -365,10 +365,8 @@ class ForwardPass:
         outputs = await offload(
             self._pool, size, lambda: scatter_outputs(batch, width, places, answers, like)
         )
-        # `outputs` has them now: do not hold them twice until the backward pass
         branches = [
-            ExpertCall(self._results[number].without_outputs(), one)
-            for number, one in zip(numbers, places, strict=True)
+            ExpertCall(self._results[number], one) for number, one in zip(numbers, places, strict=True)
         ]
         selected = torch.zeros(batch, width, dtype=torch.bool, device="cpu")
         selected[:, : initially_occupied.shape[1]] = initially_occupied
