@@ -49,9 +49,7 @@ class CallSlots:
             if turn.done() and not turn.cancelled():  # it got a slot a moment ago
                 self.leave(peer)
             if isinstance(error, TimeoutError):
-                raise DeadlineExceeded(
-                    f"{OPEN_MAX} other calls to peer {peer} did not end in time"
-                ) from None
+                raise DeadlineExceeded(f"{OPEN_MAX} other calls to peer {peer} did not end in time") from None
             raise
 
     def leave(self, peer: PeerId) -> None:

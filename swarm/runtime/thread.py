@@ -198,11 +198,10 @@ class _Work(Generic[T]):
     async def _run(self) -> None:
         try:
             self._result = await self._coroutine
-        except (Exception, asyncio.CancelledError) as error:
-            self._error = error
         except BaseException as error:
             self._error = error
-            raise
+            if isinstance(error, SystemExit | KeyboardInterrupt):
+                raise  # they also end the loop
         finally:
             self._end()
 

@@ -348,8 +348,7 @@ class ReplicaCalls:
         """Return the replicas to ask, the best first."""
         if len(replicas) == 1:  # most experts have one: there is nothing to draw
             is_usable = self.available(uid, replicas) or (
-                include_avoided_since_s is not None
-                and self.available(uid, replicas, include_avoided_since_s)
+                include_avoided_since_s is not None and self.available(uid, replicas, include_avoided_since_s)
             )
             return list(replicas) if is_usable else []
         name, by_peer = str(uid), {replica.peer_id: replica for replica in replicas}
