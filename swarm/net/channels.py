@@ -296,7 +296,7 @@ class Channels:
     def connected(self, peer_id: PeerId) -> bool:
         """Return whether there is an open control connection."""
         link = self._links.get((peer_id, 0))
-        return link is not None and link.connection is not None and _alive(link.connection)
+        return link is not None and link.connection is not None and link.connection.is_alive
 
     async def _call_shared(
         self,
@@ -349,7 +349,7 @@ class Channels:
         if membership is not None and not is_checked:
             membership.check_callee(contact.peer_id)
         link = self._links.get((contact.peer_id, number))
-        if link is None or link.connection is None or self._closed or not _alive(link.connection):
+        if link is None or link.connection is None or self._closed or not link.connection.is_alive:
             link = await self._connect(contact, number, timeout_s)
             is_checked = False  # the peer may have been admitted or revoked meanwhile
         assert link.connection is not None
@@ -379,7 +379,7 @@ class Channels:
         if (
             not isinstance(error, DeadlineExceeded)
             and link.connection is pooled.connection
-            and not _alive(pooled.connection)
+            and not pooled.connection.is_alive
         ):
             link.connection = None
             pooled.dropped = True
@@ -403,7 +403,7 @@ class Channels:
             link = self._links.setdefault(
                 (contact.peer_id, number), _Link(contact.peer_id, number, used_s=started_s)
             )
-        if link.connection is not None and _alive(link.connection):
+        if link.connection is not None and link.connection.is_alive:
             return link
         dial_s = self._dial_timeout_s if timeout_s is None else min(timeout_s, self._dial_timeout_s)
         try:
@@ -421,7 +421,7 @@ class Channels:
 
     async def _dial(self, link: _Link, contact: Contact, asked_s: float, dial_s: float) -> Connection:
         """Dial the peer. The caller holds the link's lock."""
-        if link.connection is not None and _alive(link.connection):
+        if link.connection is not None and link.connection.is_alive:
             return link.connection
         # The dial failed while this caller was waiting for the lock.
         if link.failure is not None and link.failed_s > asked_s:
@@ -495,10 +495,3 @@ class Channels:
         if len(self._last_working) > 8 * self._connections_max:
             self._last_working.clear()
         await connection.channel.close()
-
-
-def _alive(connection: Connection) -> bool:
-    """Return whether a channel still has its connection: one that fell back from READY has lost it, and gRPC
-    would dial again with a backoff of its own.
-    """
-    return connection.channel.get_state() is grpc.ChannelConnectivity.READY
