@@ -7,6 +7,7 @@ import concurrent.futures
 import contextlib
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -198,22 +199,19 @@ class _Work(Generic[T]):
     async def _run(self) -> None:
         try:
             self._result = await self._coroutine
-        except BaseException as error:
-            self._error = error
-            if isinstance(error, SystemExit | KeyboardInterrupt):
-                raise  # they also end the loop
         finally:
-            self._end()
+            self._end(sys.exception())
 
-    def _end(self) -> None:
-        self._has_ended = True
+    def _end(self, error: BaseException | None) -> None:
+        self._error, self._has_ended = error, True
         self._is_waiting.release()
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
         if not self._has_ended:  # it was cancelled before it began
             self._coroutine.close()
-            self._error = asyncio.CancelledError()
-            self._end()
+            self._end(asyncio.CancelledError())
+        if not task.cancelled():
+            task.exception()  # the waiting thread raises it: it is not one that nobody has seen
 
 
 def _belongs_to_grpc(task: asyncio.Task[Any]) -> bool:
