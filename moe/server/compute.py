@@ -66,15 +66,16 @@ class _Batch:
 class ComputeThread:
     """Computes the requests for the experts of one device.
 
-    `deliver` receives the results of a whole batch, and `report` the failure after which nothing more is
-    computed; both are called on a thread of this object. `link` is the connection to the device (`link_of`);
-    None computes on one thread.
+    `deliver` receives the results of a whole batch, and whether further ones will follow at once; with none
+    of its own it says that none will. `report` receives the failure after which nothing more is computed.
+    Both are called on a thread of this object. `link` is the connection to the device (`link_of`); None
+    computes on one thread.
     """
 
     def __init__(
         self,
         limits: BatchLimits,
-        deliver: Callable[[list[tuple[Job, Outcome]]], None],
+        deliver: Callable[[list[tuple[Job, Outcome]], bool], None],
         report: Callable[[DeviceFailed], None],
         device: torch.device,
         link: DeviceLink | None = None,
@@ -87,7 +88,7 @@ class ComputeThread:
         self._retries: deque[Job] = deque()  # failed in a batch, and are computed by themselves
         self._lock = threading.Lock()
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._asleep = False
+        self._asleep = self._is_delivering = False
         self._stopping = False
         self._failure: DeviceFailed | None = None
         self._reported = False
@@ -258,7 +259,7 @@ class ComputeThread:
         while True:
             with self._lock:
                 if self._stopping:
-                    return None
+                    break
                 now_s = time.monotonic()
                 batch = self._next_batch(now_s)
                 if batch is not None:
@@ -268,8 +269,14 @@ class ComputeThread:
                     return batch
                 due_s = self._batcher.due_s()
                 self._asleep = True
+            if self._is_delivering:
+                self._is_delivering = False
+                self._deliver([], False)
             with contextlib.suppress(queue.Empty):
                 self._wake.get(timeout=None if due_s is None else max(due_s - now_s, 0.0))
+        if self._is_delivering:
+            self._deliver([], False)
+        return None
 
     def _next_batch(self, now_s: float) -> _Batch | None:
         """Return the next batch, if one is due. The lock must be held."""
@@ -350,7 +357,9 @@ class ComputeThread:
         elif retries:
             self._repeat(retries)
         self._record(batch, done)
-        self._deliver(done)
+        # on one thread, the next batch follows at once
+        self._is_delivering = self._link is None and self._failure is None and self._batcher.queued > 0
+        self._deliver(done, self._is_delivering)
         if self._failure is not None and not self._reported:
             self._reported = True
             self._report(self._failure)

@@ -29,6 +29,7 @@ from swarm.net.callers import CallsOf
 from swarm.net.incoming import Context
 from swarm.net.outgoing import sender_of
 from swarm.net.room import PeerRoom
+from swarm.net.rpc import Later
 from swarm.wire.calls_pb2 import AnswerBatch, Call, CallBatch
 
 CALLS_NAME = "/swarm.Node/Calls"
@@ -213,16 +214,17 @@ class ServedCalls:
     """The callee's end of a shared stream.
 
     `handle(method, request)` is the RPC boundary and must not raise. `handle_now` does the same for calls
-    that never wait and need no task; for any other call it returns how many bytes of its answer are to be
-    counted before it begins. `calls` counts those that are open: a call is open until its answer has been
-    sent, so answers to a caller that does not read cannot accumulate. `room` counts their bytes.
+    that need no task, because they never wait, or for one thing only; for any other call it returns how many
+    bytes of its answer are to be counted before it begins. `calls` counts those that are open: a call is open
+    until its answer has been sent, so answers to a caller that does not read cannot accumulate. `room` counts
+    their bytes.
     """
 
     def __init__(
         self,
         context: Context,
         handle: Callable[[str, bytes], Awaitable[Outcome]],
-        handle_now: Callable[[str, bytes], Outcome | int],
+        handle_now: Callable[[str, bytes], Outcome | Later[Outcome] | int],
         calls: CallsOf,
         room: PeerRoom,
     ) -> None:
@@ -231,7 +233,8 @@ class ServedCalls:
         self._handle_now = handle_now
         self._calls = calls
         self._room = room
-        self._open: dict[int, asyncio.Task[None]] = {}
+        self._open: dict[int, asyncio.Future[Any]] = {}  # tasks, and what other calls wait for
+        self._has_ended = False
         # number, outcome, whether the call was counted by `enter`
         self._unsent: deque[tuple[int, Outcome, bool]] = deque()
         self._wake = ChangeEvent()
@@ -262,13 +265,16 @@ class ServedCalls:
                 reader = group.create_task(self._read(group))
                 writer = group.create_task(self._write())
                 await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
-                for task in (reader, writer, *self._open.values()):
-                    task.cancel()
+                for one in (reader, writer, *self._open.values()):
+                    one.cancel()
         except* PeerError as errors:
             broken = errors.exceptions[0]
         except* aio.BaseError:
             pass  # the connection broke, and the caller notices this by itself
         finally:
+            self._has_ended = True
+            for one in list(self._open.values()):  # this task may have been cancelled, and then its group
+                one.cancel()
             for _, outcome, counted in self._unsent:
                 self._room.release(_answer_bytes(outcome))
                 if counted:
@@ -323,11 +329,26 @@ class ServedCalls:
             self._put(call.number, (grpc.StatusCode.RESOURCE_EXHAUSTED, refusal, b""), counted=False)
             return
         outcome = self._handle_now(call.method, call.request)
-        if not isinstance(outcome, int):
+        if isinstance(outcome, Later):
+            self._open[call.number] = outcome.ended
+            outcome.ended.add_done_callback(functools.partial(self._answer, call, outcome))
+        elif isinstance(outcome, int):
+            task = self._open[call.number] = group.create_task(self._perform(call, outcome))
+            task.add_done_callback(functools.partial(self._performed, call.number))
+        else:
             self._put(call.number, _checked(call.method, outcome), counted=True)
-            return
-        task = self._open[call.number] = group.create_task(self._perform(call, outcome))
-        task.add_done_callback(functools.partial(self._performed, call.number))
+
+    def _answer(self, call: Call, later: Later[Outcome], ended: asyncio.Future[Any]) -> None:
+        """Answer a call for which no task waits."""
+        del self._open[call.number]
+        if ended.cancelled():
+            later.withdraw()
+        if ended.cancelled() or self._has_ended:
+            self._calls.leave()
+        else:
+            self._put(call.number, _checked(call.method, later.reply()), counted=True)
+        if self._stopping:
+            self._wake.notify()
 
     async def _perform(self, call: Call, reserved_bytes: int) -> None:
         if reserved_bytes:

@@ -250,10 +250,11 @@ class ReplicaCalls:
         schema = await self.calls.schema_of(
             result.replica, result.uid, timeout_s=deadline_s - self.clock.monotonic_s()
         )
-        tensors = replace(
-            tensors,
-            inputs=cast_to_schema(schema.input_leaves, tensors.inputs),
-            gradients=cast_to_schema(schema.gradient_leaves, tensors.gradients),
+        tensors = GradientPass(
+            cast_to_schema(schema.input_leaves, tensors.inputs),
+            cast_to_schema(schema.gradient_leaves, tensors.gradients),
+            tensors.staleness_max,
+            tensors.together,
         )
         for left in range(_REPEATS_MAX, -1, -1):
             timeout_s = (deadline_s - self.clock.monotonic_s()) * (_WAIT_SHARE if left else 1.0)
