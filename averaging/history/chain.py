@@ -61,6 +61,10 @@ class Chain:
         ]
         return (known[-1], known[max(len(known) - 1 - epochs, 0)]) if known else (0, 0)
 
+    def has_worked(self, peer: PeerId) -> bool:
+        """Return whether the average of one of these epochs has this peer's values."""
+        return any(one.proposal.kind is RoundKind.EPOCH and peer in one.workers for one in self.certificates)
+
     @property
     def end(self) -> Chain:
         """Return the empty chain that begins at the last head."""

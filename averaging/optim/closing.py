@@ -98,8 +98,8 @@ class EpochCloser:
         self._probes, self._probe_s = Backoff(_PROBE_S_FIRST, _PROBE_S_MAX), -math.inf
         self._announced_wait_epoch = -1  # latest epoch with a message that the peer waits for a quorum
         self.round_is_break = False  # the latest attempt began after the grace
-        # the step of a committed round was not made here, because of an error or Ctrl-C: this peer's samples
-        # may be in the state that others have
+        # the step of a committed round was not made here, because of an error or Ctrl-C, or a cell of the
+        # grid may have committed a round that failed here: this peer's samples may be in the others' state
         self.has_lost_round = False
         self._epoch_s = 0.0  # running estimate of how long an epoch takes
         self._newcomers = NewcomerWait(self._epoch_began_s)
@@ -322,6 +322,9 @@ class EpochCloser:
             return self.step_alone(result, failed)
         self._probe()
         if result.reason == "passed" or self.is_behind():
+            # the certificates of a swarm larger than a group do not say whose values its cells have averaged
+            is_grid = self._history is not None and self._history.grid_rounds > 1
+            self.has_lost_round |= is_grid and result.unresolved
             # a search that found no group before the others closed the epoch does not count as a round
             return self._missed(failed if result.attempts else failed - 1, result)
         return None

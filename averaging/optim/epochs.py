@@ -159,7 +159,8 @@ class EpochLoop:
             with self._state.lock:
                 history = self._tracker.history
                 lost = self._learner.resume(
-                    parted=history is not None and history.has_parted, counted=self._closer.has_lost_round
+                    parted=history is not None and history.has_parted,
+                    counted=self._closer.has_lost_round or (history is not None and history.has_counted),
                 )
         self._retry_at_samples = self._failed_at_samples = 0
         if result.loaded:
@@ -322,14 +323,14 @@ class EpochLoop:
             why = f"{why}; {given_up} epochs that this peer made while it was cut off are given up"
             for hook in list(self.reunion_hooks.values()):
                 hook()
-        is_counted = self._closer.has_lost_round
+        has_lost_round = self._closer.has_lost_round
         self._learner.suspend()
         _log.info("downloading the state again: %s", why)
         loaded = self.load(self._load_timeout_s)
         if loaded.dropped:
             history = self._tracker.history
             is_parted = history is not None and history.has_parted
-            if is_counted:
+            if has_lost_round or (history is not None and history.has_counted):
                 cause = _COUNTED
             elif is_parted:
                 cause = "they are of a history that is given up"

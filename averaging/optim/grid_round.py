@@ -133,6 +133,9 @@ class GridRound:
             _log.info(
                 "epoch %d continues without round %d: %s", self._plan.epoch, self._number, result.detail
             )
+            if result.unresolved and result.reason == "passed":
+                # the cell has continued with what this peer voted for: its values count there already
+                self._weight = 0.0
         else:
             self._averaged, self._weight = result, result.weight
             self._first = self._first or result

@@ -68,6 +68,7 @@ class RunHistory:
         self._sleep = SleepWatch(node.clock.swarm_s)
         self.removed = frozenset[PeerId]()  # removed by the run's owner: not waited for; replaced as a whole
         self.has_parted = False  # the last loaded state belongs to a history without this peer's own work
+        self.has_counted = False  # a round in it that failed here has this peer's values
         self._strange: list[list[Contact]] = []  # for each head that strangers report, the peers to ask
 
     # ---- this peer's state
@@ -109,8 +110,7 @@ class RunHistory:
         head of another history: one that this peer has left, or does not follow.
         """
         with self._lock:
-            left = self._left.knows if self._left is not None else self._lineage.knows
-            elsewhere = self._heads.elsewhere(self._lineage.knows, left)
+            elsewhere = self._heads.elsewhere(self._lineage.knows, (self._left or self._lineage).knows)
             return [peer for peer in (self._ahead or self._lineage).electors if peer not in elsewhere]
 
     @property
@@ -221,10 +221,9 @@ class RunHistory:
                 lineage.found_quorum()
                 self._is_break = False
                 return True
-            accounted = {self.own, *present, *self.removed, *lineage.goodbyes}
-            refused = all(peer in accounted or self._heads.is_gone(peer) for peer in lineage.electors)
-            self.waits_briefly = refused
-            self._is_break = may = lineage.may_break(now_s, epoch_s, refused=refused)
+            missing = {*lineage.electors} - {self.own, *present, *self.removed, *lineage.goodbyes}
+            self.waits_briefly = all(map(self._heads.is_gone, missing))
+            self._is_break = may = lineage.may_break(now_s, epoch_s, refused=self.waits_briefly)
         if now_s - self._probed_s >= _PROBE_INTERVAL_S:
             self._probed_s = now_s
             self._node.network.loop.call_soon_threadsafe(self._wake.notify)
@@ -308,8 +307,7 @@ class RunHistory:
     def unfollow(self) -> None:
         """Return to the history before `follow`: no state could be loaded."""
         with self._lock:
-            if self._left is not None:
-                self._lineage, self._left = self._left, None
+            self._lineage, self._left = self._left or self._lineage, None
 
     def forget(self, peer: PeerId) -> None:
         """Forget what a peer reported: it is banned, or gone."""
@@ -335,7 +333,9 @@ class RunHistory:
     def settle(self) -> None:
         """Note that the state of the followed history was loaded."""
         with self._lock:
-            self.has_parted = self._left is not None and not self._lineage.knows(self._left.head)
+            before = (self._left or self._lineage).head
+            self.has_parted = not self._lineage.knows(before)
+            self.has_counted = not self.has_parted and self._lineage.chain([before]).has_worked(self.own)
             self._left = None
             self._heads.reconsider()
 

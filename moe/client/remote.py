@@ -98,7 +98,7 @@ class RemoteExpert(torch.nn.Module):
             self._run_forward(to_host_checked(tensors, "expert"), torch.is_grad_enabled()),
             self.forward_timeout_s,
         )
-        outputs, result = result.forward_reply.outputs, result.without_outputs()
+        outputs = result.forward_reply.take_outputs()
 
         def run_backward(
             inputs: list[torch.Tensor], gradients: list[torch.Tensor | None], number: int

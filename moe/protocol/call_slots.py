@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import deque
 
 from swarm.core.errors import DeadlineExceeded
 from swarm.core.ids import PeerId
@@ -20,8 +20,8 @@ class CallSlots:
     """
 
     def __init__(self) -> None:
-        self._slots: dict[PeerId, asyncio.Semaphore] = {}
-        self._users: Counter[PeerId] = Counter()  # calls under way, and those that wait
+        self._open: dict[PeerId, int] = {}  # calls that hold a slot
+        self._waiting: dict[PeerId, deque[asyncio.Future[None]]] = {}  # calls that wait for one
 
     def to(self, peer: PeerId, deadline_s: float) -> CallSlot:
         """Return a context manager that holds a slot for a call. `deadline_s` is a time of the loop's clock.
@@ -29,34 +29,42 @@ class CallSlots:
         """
         return CallSlot(self, peer, deadline_s)
 
-    async def enter(self, peer: PeerId, deadline_s: float) -> None:
-        """Take a slot. Raises DeadlineExceeded when none was free until `deadline_s`."""
-        slots = self._slots.get(peer)
-        if slots is None:
-            slots = self._slots[peer] = asyncio.Semaphore(OPEN_MAX)
-        self._users[peer] += 1
+    def try_enter(self, peer: PeerId) -> bool:
+        """Take a slot if one is free, and return whether it was."""
+        count = self._open.get(peer, 0)
+        if count >= OPEN_MAX:
+            return False
+        self._open[peer] = count + 1
+        return True
+
+    async def wait(self, peer: PeerId, deadline_s: float) -> None:
+        """Wait for a slot. Raises DeadlineExceeded when none was free until `deadline_s`."""
+        turn = asyncio.get_running_loop().create_future()
+        waiting = self._waiting.setdefault(peer, deque())
+        waiting.append(turn)
         try:
-            if slots.locked():
-                async with asyncio.timeout_at(deadline_s):
-                    await slots.acquire()
-            else:
-                await slots.acquire()
-        except TimeoutError:
-            self._forget(peer)
-            raise DeadlineExceeded(f"{OPEN_MAX} other calls to peer {peer} did not end in time") from None
-        except BaseException:
-            self._forget(peer)
+            async with asyncio.timeout_at(deadline_s):
+                await turn
+        except BaseException as error:
+            if turn.done() and not turn.cancelled():  # it got a slot a moment ago
+                self.leave(peer)
+            if isinstance(error, TimeoutError):
+                raise DeadlineExceeded(f"{OPEN_MAX} other calls to peer {peer} did not end in time") from None
             raise
 
     def leave(self, peer: PeerId) -> None:
-        """Give a slot back."""
-        self._slots[peer].release()
-        self._forget(peer)
-
-    def _forget(self, peer: PeerId) -> None:
-        self._users[peer] -= 1
-        if not self._users[peer]:
-            del self._users[peer], self._slots[peer]
+        """Give a slot back, or pass it on to the call that has waited longest."""
+        waiting = self._waiting.get(peer)
+        while waiting:
+            turn = waiting.popleft()
+            if not turn.done():  # it was not cancelled
+                turn.set_result(None)
+                return
+        self._waiting.pop(peer, None)
+        if self._open[peer] > 1:
+            self._open[peer] -= 1
+        else:
+            del self._open[peer]
 
 
 class CallSlot:
@@ -68,7 +76,8 @@ class CallSlot:
         self._slots, self._peer, self._deadline_s = slots, peer, deadline_s
 
     async def __aenter__(self) -> None:
-        await self._slots.enter(self._peer, self._deadline_s)
+        if not self._slots.try_enter(self._peer):
+            await self._slots.wait(self._peer, self._deadline_s)
 
     async def __aexit__(self, *_: object) -> None:
         self._slots.leave(self._peer)

@@ -82,9 +82,11 @@ class ForwardReply:
     parts: tuple[ForwardReply, ...] = ()
     part_samples: int = 0
 
-    def without_outputs(self) -> ForwardReply:
-        """Return a copy without the outputs, which a backward pass does not need."""
-        return replace(self, outputs=[])
+    def take_outputs(self) -> list[torch.Tensor]:
+        """Remove and return the outputs, which a backward pass does not need."""
+        outputs = list(self.outputs)
+        self.outputs.clear()
+        return outputs
 
     def for_pass(self, number: int) -> ForwardReply:
         """Return the reply for the backward pass with this number, from 0 on, of one forward pass. Each pass
@@ -277,17 +279,15 @@ class ExpertCalls:
         this returns.
         """
         deadline_s = asyncio.get_running_loop().time() + timeout_s
-        schema = await self.schema_of(replica, uid, timeout_s=timeout_s)
+        known = self._schemas.get(replica.schema)
+        schema = known or await self.schema_of(replica, uid, timeout_s=timeout_s)
         codecs, length = codecs.or_else(schema.codecs), schema.length_of(inputs)
         fitted = schema.at(length)
         batch = check(fitted.input_leaves, inputs, "input")
         codec = find(codecs.outputs) if codecs.outputs else None
         request = _request(uid, schema, batch, length, codec)
-        request.kind, request.keep, request.request_id = (
-            expert_pb2.EXPERT_FORWARD,
-            options.keep,
-            os.urandom(methods.REQUEST_ID_BYTES),
-        )
+        request.keep = options.keep  # its kind, forward, is the default
+        request.request_id = request_id = os.urandom(methods.REQUEST_ID_BYTES)
         payloads = await self._encode(inputs, codecs.inputs)
         expected = ExpectedReply(fitted.output_leaves, batch, codec, may_be_absent=False)
         reply, outputs = await self._exchange(
@@ -297,7 +297,7 @@ class ExpertCalls:
         return ForwardReply(
             outputs=tensors,
             version=reply.version,
-            request_id=request.request_id,
+            request_id=request_id,
             wait_s=reply.wait_s,
             kept=reply.kept,
         )
@@ -372,12 +372,11 @@ class ExpertCalls:
         self, tensors: Sequence[torch.Tensor | None], codec_name: str | None
     ) -> list[TensorPayload]:
         codec = find(codec_name) if codec_name else None
-        size = sum(tensor.nbytes for tensor in tensors if tensor is not None)
-        is_costly = codec is not None or any(
-            tensor is not None and (tensor.device.type != "cpu" or not tensor.is_contiguous())
-            for tensor in tensors
-        )
-        if size <= _POOLED_BYTES or not is_costly:
+        size = sum([tensor.nbytes for tensor in tensors if tensor is not None])
+        if size <= _POOLED_BYTES or (
+            codec is None
+            and all(one is None or (one.device.type == "cpu" and one.is_contiguous()) for one in tensors)
+        ):
             return encode(tensors, codec)
         return await asyncio.get_running_loop().run_in_executor(self._pool, encode, tensors, codec)
 
@@ -393,7 +392,7 @@ class ExpertCalls:
         """Send a request as soon as not too many others are under way to that server, receive the reply and
         decode its tensors.
         """
-        request.tensors.extend(methods.wire_headers(payloads))
+        methods.add_headers(request.tensors, payloads)
         part = Part(request, payloads, expected.size_bytes, len(expected.leaves), deadline_s)
         if max(part.request_bytes, part.reply_bytes) > methods.PAYLOAD_BYTES_MAX:
             raise UsageError(

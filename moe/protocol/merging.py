@@ -55,18 +55,20 @@ class Part:
     reply_tensors: int
     deadline_s: float
     request_bytes: int = field(init=False)  # of the tensors
-    header_bytes: int = field(init=False)  # at most, of everything else in the request or in its answer
-    # None: nobody sends it together with others, so its caller sends it
+    # of one that may share a message; None: nobody sends it together with others, so its caller sends it
     answer: asyncio.Future[Answer | None] = field(init=False)
     withdraw: Callable[[], None] | None = None  # to be called when its caller is cancelled
 
     def __post_init__(self) -> None:
         self.request_bytes = payload_bytes(self.payloads)
-        self.header_bytes = max(
+
+    @property
+    def header_bytes(self) -> int:
+        """Return the size, at most, of everything but tensors in the request or in its answer."""
+        return max(
             self.request.ByteSize(),
             methods.REASON_BYTES_MAX + _REPLY_BYTES + _TENSOR_HEADER_BYTES * self.reply_tensors,
         )
-        self.answer = asyncio.get_running_loop().create_future()
 
     def answer_with(self, answer: Answer | None) -> None:
         """Give the caller its answer, if it still waits."""
@@ -105,6 +107,7 @@ class MergedRequests:
         peer = replica.peer_id
         if peer in self._older:
             return await self.send(replica, part)
+        part.answer = asyncio.get_running_loop().create_future()
         gathered = self._gathered.get(peer)
         if gathered is not None:
             gathered.append(part)
@@ -274,7 +277,8 @@ def shared_messages(parts: Sequence[Part]) -> list[list[Part]]:
     sent = received = headers = 0
     for part in sorted(parts, key=lambda one: one.deadline_s):
         sent, received = sent + part.request_bytes, received + part.reply_bytes
-        headers += part.header_bytes
+        own_headers = part.header_bytes
+        headers += own_headers
         if (
             found
             and len(found[-1]) < PARTS_MAX
@@ -285,7 +289,7 @@ def shared_messages(parts: Sequence[Part]) -> list[list[Part]]:
             found[-1].append(part)
         else:
             found.append([part])
-            sent, received, headers = part.request_bytes, part.reply_bytes, part.header_bytes
+            sent, received, headers = part.request_bytes, part.reply_bytes, own_headers
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 import torch
 
@@ -57,17 +58,21 @@ COUNT = Method(
 STATE = StreamMethod(name="/swarm.Expert/State", message_bytes_max=CHUNK_BYTES + HEADER_BYTES_MAX)
 
 
-def wire_headers(payloads: Sequence[TensorPayload]) -> list[TensorHeader]:
-    """Return the headers that describe these payloads, as they are sent with them."""
-    return [
-        TensorHeader(
-            codec=piece.codec,
-            codec_version=piece.version,
-            payload_bytes=piece.size_bytes,
-            absent=piece.absent,
-        )
-        for piece in payloads
-    ]
+class HeaderList(Protocol):
+    """The tensors of a message, in the generated classes of protobuf."""
+
+    def add(self) -> TensorHeader: ...
+
+
+def add_headers(headers: HeaderList, payloads: Sequence[TensorPayload]) -> None:
+    """Add the headers that describe these payloads to those of a message."""
+    for piece in payloads:
+        header = headers.add()
+        if piece.codec:
+            header.codec, header.codec_version = piece.codec, piece.version
+        header.payload_bytes = len(piece.payload)
+        if piece.absent:
+            header.absent = True
 
 
 def read_headers(headers: Iterable[TensorHeader]) -> list[Header]:

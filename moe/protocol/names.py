@@ -8,6 +8,7 @@ by the number of names it may stand for.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
@@ -80,7 +81,12 @@ class ExpertUid(NamedTuple):
         return ExpertUid(self.block, (*self.coordinates, coordinate))
 
     def __str__(self) -> str:
-        return ".".join((self.block, *map(str, self.coordinates)))
+        return _text_of(self)
+
+
+@functools.lru_cache(maxsize=16384)  # a pass writes the names of hundreds of experts, each several times
+def _text_of(uid: ExpertUid) -> str:
+    return ".".join((uid.block, *map(str, uid.coordinates)))
 
 
 @dataclass(frozen=True, slots=True)

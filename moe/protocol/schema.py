@@ -265,7 +265,7 @@ def flatten(value: Any, depth: int = 0) -> tuple[Tree, list[torch.Tensor]]:
                 "an expert's tensors have the batch as their first dimension, "
                 f"and a dtype of {', '.join(_DTYPES)}: not {value!r:.80}"
             )
-        return Leaf(value.dtype, tuple(value.shape[1:])), [value]
+        return _leaf_of(value.dtype, value.shape[1:]), [value]
     if depth > NESTING_MAX:
         raise UsageError(f"an expert's inputs and outputs are nested at most {NESTING_MAX} deep")
     tensors: list[torch.Tensor] = []
@@ -290,6 +290,11 @@ def flatten(value: Any, depth: int = 0) -> tuple[Tree, list[torch.Tensor]]:
         "an expert takes and returns tensors, and tuples, lists and dictionaries of them: "
         f"not {type(value).__name__}"
     )
+
+
+@functools.lru_cache(maxsize=1024)  # every call of an expert has tensors of few shapes
+def _leaf_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Leaf:
+    return Leaf(dtype, tuple(shape))
 
 
 def unflatten(tree: Tree, tensors: Sequence[torch.Tensor]) -> Any:
@@ -326,7 +331,8 @@ def check(expected: Sequence[Leaf], tensors: Sequence[torch.Tensor], what: str) 
     if len(tensors) != len(expected):
         raise UsageError(f"the expert has {len(expected)} {what} tensors, not {len(tensors)}")
     for number, (leaf, tensor) in enumerate(zip(expected, tensors, strict=True)):
-        if tensor.dtype != leaf.dtype or tuple(tensor.shape[1:]) != leaf.shape or tensor.ndim == 0:
+        shape = tensor.shape
+        if tensor.dtype != leaf.dtype or shape[1:] != leaf.shape or not shape:
             name = _NAMES.get(tensor.dtype, str(tensor.dtype))
             raise UsageError(f"{what} {number} should be {leaf}, and is {name}{tuple(tensor.shape)}")
     return batch_of(tensors)

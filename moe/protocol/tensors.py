@@ -24,6 +24,8 @@ ALIGNMENT = 16  # alignment of every tensor in a payload: vector loads and NumPy
 CHUNK_BYTES = 1 << 20  # the size of a stream's messages
 _COPIED_BYTES_MAX = 32 << 10
 _PADDING = bytes(ALIGNMENT)
+_DOT_DTYPES = (torch.float32, torch.float64)
+_DOT_ELEMENTS_MAX = 8192  # of more than 10,000 OpenBLAS makes several threads' work
 _FINITE = {dtype: PlainCodec("", 1, dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)}
 
 
@@ -66,6 +68,7 @@ class Encoded:
     batch: int
     codec: Codec | None  # None: its elements as they are
     raw: torch.Tensor  # flat uint8, on the host
+    values: torch.Tensor | None = None  # the same as elements of the leaf's dtype, where they were looked at
 
     def decode(self, raw: torch.Tensor) -> torch.Tensor:
         """Return the tensor, (batch, *shape), on the device of `raw`, which is `self.raw` or a copy of it.
@@ -77,7 +80,9 @@ class Encoded:
             return self.codec.decode(raw, values).to(self.leaf.dtype).reshape(shape)
         if not numel:
             return torch.empty(shape, dtype=self.leaf.dtype, device=raw.device)
-        return raw.view(self.leaf.dtype).reshape(shape)
+        if raw is self.raw and self.values is not None:
+            return self.values.view(shape)
+        return raw.view(self.leaf.dtype).view(shape)
 
 
 ABSENT = TensorPayload(0, 0, b"", absent=True)
@@ -92,14 +97,16 @@ def encode(tensors: Sequence[torch.Tensor | None], codec: Codec | None) -> list[
 
 def payload_bytes(payloads: Sequence[TensorPayload]) -> int:
     """Return the size of all payloads with their padding."""
-    return sum(piece.size_bytes + piece.padding_bytes for piece in payloads)
+    return sum([len(piece.payload) + -len(piece.payload) % ALIGNMENT for piece in payloads])
 
 
 def join_payloads(payloads: Sequence[TensorPayload]) -> bytes:
     """Return all payloads as one, copied once."""
     parts: list[Buffer] = []
     for piece in payloads:
-        parts += (piece.payload, _PADDING[: piece.padding_bytes])
+        parts.append(piece.payload)
+        if padding := piece.padding_bytes:
+            parts.append(_PADDING[:padding])
     return b"".join(parts)
 
 
@@ -226,7 +233,17 @@ def is_finite(tensor: torch.Tensor) -> bool:
     dtype = tensor.dtype
     if not dtype.is_floating_point:
         return True
-    if tensor.numel() <= SERIAL_ELEMENTS_MAX:
+    if (
+        dtype in _DOT_DTYPES
+        and tensor.numel() <= _DOT_ELEMENTS_MAX
+        and tensor.is_cpu
+        and tensor.is_contiguous()
+    ):
+        # quicker still: BLAS, on one thread
+        values = tensor.detach().numpy().reshape(-1)
+        if math.isfinite(np.dot(values, values)):
+            return True
+    elif tensor.numel() <= SERIAL_ELEMENTS_MAX:
         # the quickest way for a small tensor, as in `averaging.optim.finite`; finite numbers whose sum is not
         # finite are looked at below
         total = tensor.detach().sum(dtype=torch.float32 if dtype.itemsize < 4 else None)
@@ -290,9 +307,10 @@ def _encode(tensor: torch.Tensor, codec: Codec | None) -> TensorPayload:
         flat = tensor.to(torch.float32).reshape(-1)
         scratch = torch.empty(codec.encoded_bytes(flat.numel()), dtype=torch.uint8, device="cpu")
         return TensorPayload(codec.wire_id, codec.version, codec.encode(flat, scratch))
-    if tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.ndim and tensor.stride(-1) == 1:
-        # the common case, with fewer operations
-        return TensorPayload(0, 0, tensor.view(torch.uint8).numpy().data.cast("B") if tensor.numel() else b"")
+    if tensor.is_cpu and tensor.is_contiguous() and tensor.ndim and tensor.stride(-1) == 1:
+        # the common case, with fewer operations; NumPy does not have bfloat16
+        flat = tensor.view(torch.uint8) if tensor.dtype == torch.bfloat16 else tensor
+        return TensorPayload(0, 0, flat.numpy().data.cast("B") if tensor.numel() else b"")
     raw = flat_bytes(tensor.to("cpu"))
     return TensorPayload(0, 0, view_tensor(raw) if raw.numel() else b"")
 
@@ -315,4 +333,4 @@ def _check_tensor(header: Header, leaf: Leaf, batch: int, raw: torch.Tensor, wha
         raise PeerError(
             f"{what}: element {place} (sample {place // max(math.prod(leaf.shape), 1)}) is NaN or infinity"
         )
-    return Encoded(leaf, batch, None, raw)
+    return Encoded(leaf, batch, None, raw, values)

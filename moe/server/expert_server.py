@@ -44,6 +44,9 @@ EXPERTS_MAX = 4096
 _DECLARE_S = 1.0  # how long the constructor waits until others can find the experts
 # how long it waits for states that are taken over; those that take longer arrive in the background
 _START_S_MAX = 30.0
+# Results of quick experts come together within this time. Too small: threads take turns at Python's lock; too
+# large: answers come late.
+_DELIVER_S = 0.002
 _DRAIN_S = 1.0  # time for waiting requests when the server closes
 # when the node closes first: it gives its services one second in all
 _DRAIN_WITH_NODE_S = 0.2
@@ -130,7 +133,8 @@ class ExpertServer:
         self._lock = threading.Lock()
         self._closed = False
         self._delivered: list[tuple[Job, Outcome]] = []  # results for the network loop
-        self._is_waking = False  # it will take them
+        self._wakes_in_s: float | None = None  # it will take them after this time; None: it was not woken
+        self._taking: asyncio.TimerHandle | None = None
         self.failed: str | None = None
         self.ended = threading.Event()
         self._failed_devices: set[torch.device] = set()
@@ -315,21 +319,30 @@ class ExpertServer:
         for compute in self._compute.values():
             compute.stop(timeout_s)
 
-    def _deliver(self, done: list[tuple[Job, Outcome]]) -> None:
+    def _deliver(self, done: list[tuple[Job, Outcome]], more_follow: bool) -> None:
         """Hand results to the network loop. Called on a computing thread. The loop is woken once for all
-        results that come before it runs.
+        results that come before it runs, or within `_DELIVER_S` if more follow: the two threads would
+        otherwise take turns at Python's lock for every batch of quick experts.
         """
+        wait_s = _DELIVER_S if more_follow else 0.0
         with self._lock:
             self._delivered += done
-            if self._is_waking:
+            if self._wakes_in_s is not None and self._wakes_in_s <= wait_s:
                 return
-            self._is_waking = True
+            self._wakes_in_s = wait_s
         try:
-            self._loop.call_soon_threadsafe(self._take_delivered)
+            self._loop.call_soon_threadsafe(self._take_later if more_follow else self._take_delivered)
         except RuntimeError:
             return  # the node was closed meanwhile: no call waits
 
+    def _take_later(self) -> None:
+        if self._taking is None and self._wakes_in_s:
+            self._taking = self._loop.call_later(self._wakes_in_s, self._take_delivered)
+
     def _take_delivered(self) -> None:
+        if self._taking is not None:
+            self._taking.cancel()
+            self._taking = None
         with self._lock:
-            done, self._delivered, self._is_waking = self._delivered, [], False
+            done, self._delivered, self._wakes_in_s = self._delivered, [], None
         self._service.runner.on_results(done)

@@ -8,6 +8,7 @@ may share a message (`moe.protocol.parts`): each is checked and answered by itse
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ from moe.protocol.parts import PARTS_BYTES_MAX, announced_bytes, cut, parts_of
 from moe.protocol.tensors import TensorPayload, check_headers, expected_bytes, join_payloads, payload_bytes
 from moe.server.jobs import Outcome
 from moe.server.joint_steps import JointExpert, read_count, wire_count
-from moe.server.pass_runner import PassRunner
+from moe.server.pass_runner import PassRunner, outcome_of
 from moe.server.replica_states import StateDonor, wire_past
 from moe.server.requests import (
     AdmittedRequest,
@@ -34,7 +35,7 @@ from moe.server.requests import (
 from swarm.compression import find_wire_id
 from swarm.core.errors import PeerError, UsageError
 from swarm.core.ids import PeerId
-from swarm.net.rpc import Stream
+from swarm.net.rpc import Later, Stream
 from swarm.wire import expert_pb2
 from swarm.wire.expert_pb2 import (
     DescribeReply,
@@ -49,6 +50,7 @@ from swarm.wire.expert_pb2 import (
 if TYPE_CHECKING:
     from swarm.node import Node
 
+_SMALL_ANSWER_BYTES_MAX = 48 << 10  # of tensors: with its header, it is sent at once whatever the caps are
 _RECEIVING_BYTES_MAX = 1 << 30  # limit for all payloads being received together
 _RECEIVING_BYTES_PER_CALLER_MAX = 512 << 20
 
@@ -67,7 +69,7 @@ class HostingService:
         self._states = StateDonor(self._hosted, self._is_stranger)
         node.handlers.direct(methods.DESCRIBE, self._describe)
         node.handlers.direct(methods.COUNT, self._count)
-        node.handlers.unary(methods.CALL, self._call)
+        node.handlers.deferred(methods.CALL, self._begin_call, self._call)
         node.handlers.stream(methods.EXCHANGE, self._exchange)
         node.handlers.stream(methods.STATE, self._states.give)
 
@@ -141,6 +143,33 @@ class HostingService:
             raise PeerError("this expert does not learn on this server")
         return wire_count(joint.hear(caller, read_count(request)))
 
+    def _begin_call(self, caller: PeerId, request: ExpertRequest) -> ExpertReply | Later[ExpertReply] | None:
+        """Answer a call without a task for it. Return None for one whose answer is large, and one that must
+        wait for more than its computation.
+        """
+        if request.more:
+            return None  # refused by `_call`
+        try:
+            admitted = self._admit(caller, request, methods.INLINE_BYTES_MAX)
+            if admitted.answer_bytes > _SMALL_ANSWER_BYTES_MAX:
+                return None
+            begun = self.runner.begin(admitted, request.payload)
+        except RequestRefused as refusal:
+            return self._refusal(request, refusal)
+        if begun is None:
+            return None
+        if isinstance(begun, Outcome):
+            return self._whole_reply(admitted, begun)
+        future = begun.join()
+
+        def reply() -> ExpertReply:
+            outcome = outcome_of(future)
+            if isinstance(outcome, RequestRefused):
+                return self._refusal(request, outcome)
+            return self._whole_reply(admitted, outcome)
+
+        return Later(future, reply, functools.partial(self.runner.leave, begun, future))
+
     async def _call(self, caller: PeerId, request: ExpertRequest) -> ExpertReply:
         if request.more:
             raise PeerError("several requests to experts share a message of a stream, not a call")
@@ -149,6 +178,10 @@ class HostingService:
             outcome = await self.runner.run(admitted, request.payload)
         except RequestRefused as refusal:
             return self._refusal(request, refusal)
+        return self._whole_reply(admitted, outcome)
+
+    def _whole_reply(self, admitted: AdmittedRequest, outcome: Outcome) -> ExpertReply:
+        """Return the reply to a call, with its tensors."""
         reply = self._reply(admitted, outcome)
         reply.payload = join_payloads(outcome.payloads)
         return reply
@@ -347,14 +380,11 @@ class HostingService:
 
     def _reply(self, admitted: AdmittedRequest, outcome: Outcome) -> ExpertReply:
         request = admitted.request
-        return ExpertReply(
-            status=expert_pb2.EXPERT_OK,
-            version=outcome.version,
-            tensors=methods.wire_headers(outcome.payloads),
-            wait_s=admitted.hosted.compute.wait_s,
-            kept=request.keep
-            and self.runner.input_cache.get(admitted.caller, (request.request_id, request.uid)) is not None,
-        )
+        reply = ExpertReply(version=outcome.version, wait_s=admitted.hosted.compute.wait_s)
+        methods.add_headers(reply.tensors, outcome.payloads)
+        if request.keep:
+            reply.kept = self.runner.input_cache.has(admitted.caller, (request.request_id, request.uid))
+        return reply
 
     def _refusal(self, request: ExpertRequest, refusal: RequestRefused) -> ExpertReply:
         hosted = self._hosted.get(request.uid)

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import torch
 
 from moe.protocol.tensors import check_payload, decode, payload_bytes
+from moe.server.compute import ComputeThread
 from moe.server.jobs import Job, Outcome, ReceivedTensor
 from moe.server.joint_steps import JointExpert
 from moe.server.logic.applied import AppliedRequests
@@ -56,6 +57,7 @@ class PassRunner:
         # the backward passes among them, by pass id
         self._pending: dict[tuple[PeerId, bytes], PendingJob] = {}
         self._numbers = itertools.count(1)
+        self._to_wake: set[ComputeThread] = set()  # at the end of this turn of the loop
 
     def on_results(self, done: Sequence[tuple[Job, Outcome]]) -> None:
         """Process the results of a computing thread. Called on the loop."""
@@ -68,13 +70,19 @@ class PassRunner:
                     self._applied.note(*job.pass_id, outcome, payload_bytes(outcome.payloads))
                     if job.uid in self._joint:
                         self._joint[job.uid].counted()
-            if pending is not None and not pending.future.done():
-                pending.future.set_result(outcome)
+            for future in pending.waiting if pending is not None else ():
+                if not future.done():
+                    future.set_result(outcome)
 
     async def drain(self, hosted: Sequence[HostedExpert], timeout_s: float) -> None:
         """Wait for requests of these experts that are queued or being computed."""
         threads = {id(one.compute) for one in hosted}
-        futures = [pending.future for pending in self._jobs.values() if id(pending.compute) in threads]
+        futures = [
+            future
+            for pending in self._jobs.values()
+            if id(pending.compute) in threads
+            for future in pending.waiting
+        ]
         if futures:
             await asyncio.wait(futures, timeout=timeout_s)
 
@@ -89,8 +97,9 @@ class PassRunner:
         for number, pending in list(self._jobs.items()):
             if id(pending.compute) in threads:
                 del self._jobs[number]
-                if pending.waiting and not pending.future.done():
-                    pending.future.set_exception(RequestRefused(expert_pb2.EXPERT_MISSING, reason))
+                for future in pending.waiting:
+                    if not future.done():
+                        future.set_exception(RequestRefused(expert_pb2.EXPERT_MISSING, reason))
 
     def is_repeated(self, caller: PeerId, request: ExpertRequest) -> bool:
         """Return whether a backward pass with this id is under way, or was applied."""
@@ -139,7 +148,7 @@ class PassRunner:
     ) -> None:
         found: dict[int, Outcome | RequestRefused] = {}
         decoded: dict[int, Sequence[ReceivedTensor | None]] = {}
-        jobs: dict[int, PendingJob] = {}
+        jobs: list[tuple[PendingJob, asyncio.Future[Outcome]]] = []
         waiting: dict[int, asyncio.Future[Any]] = {}
         for number, admitted in requests.items():
             own = payloads[number].clone()  # what a part keeps must not hold the payload of all
@@ -160,17 +169,39 @@ class PassRunner:
                 if isinstance(begun, Outcome):
                     found[number] = begun
                 else:
-                    begun.waiting += 1
-                    jobs[number], waiting[number] = begun, begun.future
-            for compute in {one.compute for one in jobs.values()}:
+                    waiting[number] = future = begun.join()
+                    jobs.append((begun, future))
+            for compute in {one.compute for one, _ in jobs}:
                 compute.wake()
             if found:
                 await answer(found)
             await _answer_as_they_come(waiting, answer)
         finally:
-            for number, job in jobs.items():
-                if not job.future.done():
-                    self._leave(job, requests[number])
+            for job, future in jobs:
+                if not future.done():
+                    self.leave(job, future)
+
+    def begin(self, admitted: AdmittedRequest, payload: Payload) -> Outcome | PendingJob | None:
+        """Begin a request, and return its job; the outcome if an earlier call with the same id has one.
+        Return None for a request that `run` must wait for: it is large, or a step with replicas is due.
+        Raises RequestRefused when nothing will be computed.
+        """
+        if len(payload) > _POOLED_BYTES or self._active_joint(admitted) is not None:
+            return None
+        earlier = self._earlier(admitted)
+        if earlier is not None:
+            return earlier
+        begun = self._enqueue(admitted, _read(admitted, payload), wake=False)
+        # later: this thread and the computing one would take turns at Python's lock
+        if not self._to_wake:
+            asyncio.get_running_loop().call_soon(self._wake)
+        self._to_wake.add(begun.compute)
+        return begun
+
+    def _wake(self) -> None:
+        to_wake, self._to_wake = self._to_wake, set()
+        for compute in to_wake:
+            compute.wake()
 
     async def _outcome_or_refusal(
         self, admitted: AdmittedRequest, payload: Payload
@@ -224,11 +255,11 @@ class PassRunner:
             pending = self._begun(admitted, tensors)
             if isinstance(pending, Outcome):
                 return pending
-        pending.waiting += 1
+        future = pending.join()
         try:
-            outcome = await asyncio.shield(pending.future)
+            outcome = await future
         except asyncio.CancelledError:
-            self._leave(pending, admitted)
+            self.leave(pending, future)
             raise
         if outcome.failure:
             raise RequestRefused(expert_pb2.EXPERT_FAILED, outcome.failure)
@@ -260,12 +291,14 @@ class PassRunner:
             )
         return answer
 
-    def _leave(self, pending: PendingJob, admitted: AdmittedRequest) -> None:
-        """Stop waiting for a job. It is withdrawn when no call waits for it any longer."""
-        pending.waiting -= 1
+    def leave(self, pending: PendingJob, future: asyncio.Future[Outcome]) -> None:
+        """Stop waiting for a job with a future of `join`. It is withdrawn when no call waits for it any
+        longer.
+        """
+        pending.waiting.remove(future)
         if not pending.waiting and pending.compute.withdraw(pending.number):
             self._jobs.pop(pending.number, None)
-            self._pending.pop(admitted.pass_id, None)
+            self._pending.pop(pending.pass_id, None)
 
     def _enqueue(
         self, admitted: AdmittedRequest, tensors: Sequence[ReceivedTensor | None], *, wake: bool
@@ -292,7 +325,7 @@ class PassRunner:
             codec=admitted.codec,
             is_stranger=self._is_stranger(admitted.caller),
         )
-        pending = PendingJob(asyncio.get_running_loop().create_future(), hosted.compute, job.number)
+        pending = PendingJob(hosted.compute, job.number, job.pass_id)
         self._jobs[job.number] = pending
         if admitted.is_backward:
             self._pending[job.pass_id] = pending
@@ -330,10 +363,11 @@ async def _answer_as_they_come(
         if left:
             await asyncio.wait(left, timeout=GATHER_S)
         numbers = [number for number, future in waiting.items() if future.done()]
-        await answer({number: _outcome_of(waiting.pop(number)) for number in numbers})
+        await answer({number: outcome_of(waiting.pop(number)) for number in numbers})
 
 
-def _outcome_of(future: asyncio.Future[Any]) -> Outcome | RequestRefused:
+def outcome_of(future: asyncio.Future[Any]) -> Outcome | RequestRefused:
+    """Return what a request with this future, which is done, is answered with."""
     error = future.exception()
     if error is not None:
         assert isinstance(error, RequestRefused)

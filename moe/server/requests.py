@@ -42,12 +42,18 @@ class HostedExpert:
 
 @dataclass(slots=True)
 class PendingJob:
-    """A job, and the number of calls that wait for it."""
+    """A job, and a future for each call that waits for it."""
 
-    future: asyncio.Future[Outcome]
     compute: ComputeThread
     number: int
-    waiting: int = 0
+    pass_id: tuple[PeerId, bytes]
+    waiting: list[asyncio.Future[Outcome]] = field(default_factory=list)
+
+    def join(self) -> asyncio.Future[Outcome]:
+        """Return a future of the outcome for one more call."""
+        future = asyncio.get_running_loop().create_future()
+        self.waiting.append(future)
+        return future
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import asyncio
 import functools
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import grpc
@@ -25,10 +25,12 @@ from grpc import aio
 from swarm.core.errors import PeerError
 from swarm.core.notify import ChangeEvent
 from swarm.net.bulk_calls import CODES, BulkCall
+from swarm.net.bulk_socket import BulkLost
 from swarm.net.callers import CallsOf
-from swarm.net.incoming import Context
+from swarm.net.incoming import BulkContext, Context
 from swarm.net.outgoing import sender_of
 from swarm.net.room import PeerRoom
+from swarm.net.rpc import Later
 from swarm.wire.calls_pb2 import AnswerBatch, Call, CallBatch
 
 CALLS_NAME = "/swarm.Node/Calls"
@@ -78,6 +80,8 @@ class CallStream:
         self._wake = ChangeEvent()
         self._last = 0
         self.answers = 0  # messages with answers that have arrived
+        self._is_writing = True  # the task that writes has something to do, has not begun, or has ended
+        self._rest: Coroutine[Any, Any, None] | None = None  # sends the rest of a message
 
     async def call(self, method: str, request: bytes, timeout_s: float) -> Outcome:
         """Make a call and return its outcome, which is DEADLINE_EXCEEDED when none came in `timeout_s`.
@@ -89,7 +93,8 @@ class CallStream:
         answer: asyncio.Future[Outcome] = loop.create_future()
         self._waiting[number] = answer
         self._unsent.append((number, method, request))
-        self._wake.notify()
+        if not self._sends_at_once():
+            self._wake.notify()
         timer = loop.call_later(timeout_s, _expire, answer)
         try:
             return await answer
@@ -149,6 +154,9 @@ class CallStream:
                 answer.set_result(outcome)
         self._waiting.clear()
         self._unsent.clear()
+        if self._rest is not None:
+            self._rest.close()
+            self._rest = None
 
     def retire(self) -> None:
         """End the stream when no call is in progress. No call may be made any more."""
@@ -169,20 +177,37 @@ class CallStream:
                 if waiting is not None and not waiting.done():
                     waiting.set_result((CODES.get(answer.status, _UNKNOWN), answer.details, answer.reply))
 
+    def _sends_at_once(self) -> bool:
+        """Send the only call that is in progress, where the transport can do that without the task that
+        writes. Return whether that was done.
+        """
+        if self._is_writing or len(self._waiting) > 1 or self._cancelled:
+            return False
+        assert isinstance(self._call, BulkCall)
+        try:
+            self._rest = self._call.begin_to_write(self.next_batch().SerializeToString())
+        except aio.InternalError:
+            return True  # the reader learns the reason
+        return self._rest is None
+
     async def _write(self) -> None:
         """Write queued calls. A failed write ends nothing: the reader learns the reason."""
         await self._call.wait_for_connection()
-        while True:
-            await self._wake.wait()
-            if len(self._waiting) > len(self._unsent):
-                await _let_others_queue()
-            self._wake.clear()
-            while self._unsent or self._cancelled:
-                batch = self.next_batch()
-                try:
-                    await self._send(batch.SerializeToString())
-                except aio.InternalError:
-                    return
+        try:
+            while True:
+                self._is_writing = not isinstance(self._call, BulkCall)
+                await self._wake.wait()
+                self._is_writing = True
+                if self._rest is not None:
+                    rest, self._rest = self._rest, None
+                    await rest
+                if len(self._waiting) > len(self._unsent):
+                    await _let_others_queue()
+                self._wake.clear()
+                while self._unsent or self._cancelled:
+                    await self._send(self.next_batch().SerializeToString())
+        except (aio.InternalError, BulkLost):
+            self._is_writing = True
 
     def next_batch(self) -> CallBatch:
         batch, size_bytes = CallBatch(), 0
@@ -213,16 +238,17 @@ class ServedCalls:
     """The callee's end of a shared stream.
 
     `handle(method, request)` is the RPC boundary and must not raise. `handle_now` does the same for calls
-    that never wait and need no task; for any other call it returns how many bytes of its answer are to be
-    counted before it begins. `calls` counts those that are open: a call is open until its answer has been
-    sent, so answers to a caller that does not read cannot accumulate. `room` counts their bytes.
+    that need no task, because they never wait, or for one thing only; for any other call it returns how many
+    bytes of its answer are to be counted before it begins. `calls` counts those that are open: a call is open
+    until its answer has been sent, so answers to a caller that does not read cannot accumulate. `room` counts
+    their bytes.
     """
 
     def __init__(
         self,
         context: Context,
         handle: Callable[[str, bytes], Awaitable[Outcome]],
-        handle_now: Callable[[str, bytes], Outcome | int],
+        handle_now: Callable[[str, bytes], Outcome | Later[Outcome] | int],
         calls: CallsOf,
         room: PeerRoom,
     ) -> None:
@@ -231,10 +257,14 @@ class ServedCalls:
         self._handle_now = handle_now
         self._calls = calls
         self._room = room
-        self._open: dict[int, asyncio.Task[None]] = {}
+        self._open: dict[int, asyncio.Future[Any]] = {}  # tasks, and what other calls wait for
+        self._has_ended = False
         # number, outcome, whether the call was counted by `enter`
         self._unsent: deque[tuple[int, Outcome, bool]] = deque()
         self._wake = ChangeEvent()
+        self._is_writing = True  # the task that writes has something to do, has not begun, or has ended
+        # sends the rest of a message, with what `_count_out` takes then
+        self._rest: tuple[Coroutine[Any, Any, None], tuple[int, int]] | None = None
         self._below_limit = asyncio.Event()
         self._stopping = False
 
@@ -262,13 +292,19 @@ class ServedCalls:
                 reader = group.create_task(self._read(group))
                 writer = group.create_task(self._write())
                 await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
-                for task in (reader, writer, *self._open.values()):
-                    task.cancel()
+                for one in (reader, writer, *self._open.values()):
+                    one.cancel()
         except* PeerError as errors:
             broken = errors.exceptions[0]
         except* aio.BaseError:
             pass  # the connection broke, and the caller notices this by itself
         finally:
+            self._has_ended = True
+            if self._rest is not None:
+                self._rest[0].close()
+                self._count_out(self._rest[1])
+            for one in list(self._open.values()):  # this task may have been cancelled, and then its group
+                one.cancel()
             for _, outcome, counted in self._unsent:
                 self._room.release(_answer_bytes(outcome))
                 if counted:
@@ -323,11 +359,27 @@ class ServedCalls:
             self._put(call.number, (grpc.StatusCode.RESOURCE_EXHAUSTED, refusal, b""), counted=False)
             return
         outcome = self._handle_now(call.method, call.request)
-        if not isinstance(outcome, int):
+        if isinstance(outcome, Later):
+            self._open[call.number] = outcome.ended
+            outcome.ended.add_done_callback(functools.partial(self._answer, call, outcome))
+        elif isinstance(outcome, int):
+            task = self._open[call.number] = group.create_task(self._perform(call, outcome))
+            task.add_done_callback(functools.partial(self._performed, call.number))
+        else:
             self._put(call.number, _checked(call.method, outcome), counted=True)
-            return
-        task = self._open[call.number] = group.create_task(self._perform(call, outcome))
-        task.add_done_callback(functools.partial(self._performed, call.number))
+
+    def _answer(self, call: Call, later: Later[Outcome], ended: asyncio.Future[Any]) -> None:
+        """Answer a call for which no task waits."""
+        del self._open[call.number]
+        if ended.cancelled():
+            later.withdraw()
+        if ended.cancelled() or self._has_ended:
+            self._calls.leave()
+        else:
+            outcome = _checked(call.method, later.reply())
+            self._put(call.number, outcome, counted=True, at_once=not self._open)
+        if self._stopping:
+            self._wake.notify()
 
     async def _perform(self, call: Call, reserved_bytes: int) -> None:
         if reserved_bytes:
@@ -348,34 +400,69 @@ class ServedCalls:
         if self._stopping:
             self._wake.notify()
 
-    def _put(self, number: int, outcome: Outcome, *, counted: bool) -> None:
+    def _put(self, number: int, outcome: Outcome, *, counted: bool, at_once: bool = False) -> None:
         self._unsent.append((number, outcome, counted))
         self._room.take(_answer_bytes(outcome))
-        self._wake.notify()
+        if not (at_once and self._sends_at_once()):
+            self._wake.notify()
+
+    def _sends_at_once(self) -> bool:
+        """Send the only answer, where the transport can do that without the task that writes. Return whether
+        that was done.
+        """
+        if self._is_writing or len(self._unsent) > 1:
+            return False
+        assert isinstance(self._context, BulkContext)
+        raw, sent = self._next_batch()
+        try:
+            rest = self._context.begin_to_write(raw)
+        except aio.BaseError:
+            rest = None  # the reader learns it
+        if rest is None:
+            self._count_out(sent)
+            return True
+        self._rest = rest, sent
+        return False
 
     async def _write(self) -> None:
         while not self._stopping or self._open or self._unsent:
+            self._is_writing = not isinstance(self._context, BulkContext)
             await self._wake.wait()
+            self._is_writing = True
             if len(self._open) > len(self._unsent):
                 await _let_others_queue()
             self._wake.clear()
-            while self._unsent:
-                batch, counted, size_bytes = AnswerBatch(), 0, 0
-                while self._unsent and size_bytes < _BATCH_BYTES and len(batch.answers) < BATCH_CALLS_MAX:
-                    number, (code, details, reply), was_counted = self._unsent.popleft()
-                    batch.answers.add(number=number, status=code.value[0], details=details, reply=reply)
-                    counted += was_counted
-                    size_bytes += len(reply) + len(details)
+            while self._rest is not None or self._unsent:
+                if self._rest is not None:
+                    (writing, sent), self._rest = self._rest, None
+                else:
+                    raw, sent = self._next_batch()
+                    writing = self._context.write(raw)
                 try:
                     async with asyncio.timeout(ANSWER_S_MAX):
-                        await self._context.write(batch.SerializeToString())
+                        await writing
                 except TimeoutError:
                     raise PeerError(f"it read no answer for {ANSWER_S_MAX:g} s") from None
+                except BulkLost:
+                    return
                 finally:
-                    self._room.release(size_bytes)
-                    for _ in range(counted):
-                        self._calls.leave()
+                    self._count_out(sent)
                 self._below_limit.set()
+
+    def _next_batch(self) -> tuple[bytes, tuple[int, int]]:
+        """Return a message with queued answers, their size in the queue, and how many of them count."""
+        batch, counted, size_bytes = AnswerBatch(), 0, 0
+        while self._unsent and size_bytes < _BATCH_BYTES and len(batch.answers) < BATCH_CALLS_MAX:
+            number, (code, details, reply), was_counted = self._unsent.popleft()
+            batch.answers.add(number=number, status=code.value[0], details=details, reply=reply)
+            counted += was_counted
+            size_bytes += len(reply) + len(details)
+        return batch.SerializeToString(), (size_bytes, counted)
+
+    def _count_out(self, sent: tuple[int, int]) -> None:
+        self._room.release(sent[0])
+        for _ in range(sent[1]):
+            self._calls.leave()
 
 
 def _answer_bytes(outcome: Outcome) -> int:

@@ -138,7 +138,8 @@ class Channels:
         deadline_s = loop.time() + timeout_s
         link, pooled = await self._enter(contact, 0, timeout_s, method.name)
         try:
-            await self._throttle.wait_to_send_call(len(raw))
+            if not self._throttle.sends_at_once(len(raw)):
+                await self._throttle.wait_to_send(len(raw))
             remaining_s = max(deadline_s - loop.time(), 0.001)
             if (
                 not pooled.shared.is_refused
@@ -156,13 +157,15 @@ class Channels:
             self._failed(link, pooled, error)
             raise
         finally:
-            await self._leave(link, pooled)
+            if self._leave(link, pooled):
+                await self._discard(pooled.connection)
         if len(reply_raw) > method.reply_bytes_max:
             raise PeerError(
                 f"peer {contact.peer_id} answered {method.name} with {len(reply_raw)} bytes; at most "
                 f"{method.reply_bytes_max} are taken"
             )
-        await self._throttle.wait_to_process_call(len(reply_raw))
+        if not self._throttle.processes_at_once(len(reply_raw)):
+            await self._throttle.wait_to_process(len(reply_raw))
         reply = method.reply()
         try:
             reply.ParseFromString(reply_raw)
@@ -293,7 +296,7 @@ class Channels:
     def connected(self, peer_id: PeerId) -> bool:
         """Return whether there is an open control connection."""
         link = self._links.get((peer_id, 0))
-        return link is not None and link.connection is not None and _alive(link.connection)
+        return link is not None and link.connection is not None and link.connection.is_alive
 
     async def _call_shared(
         self,
@@ -346,7 +349,7 @@ class Channels:
         if membership is not None and not is_checked:
             membership.check_callee(contact.peer_id)
         link = self._links.get((contact.peer_id, number))
-        if link is None or link.connection is None or self._closed or not _alive(link.connection):
+        if link is None or link.connection is None or self._closed or not link.connection.is_alive:
             link = await self._connect(contact, number, timeout_s)
             is_checked = False  # the peer may have been admitted or revoked meanwhile
         assert link.connection is not None
@@ -368,23 +371,24 @@ class Channels:
             self._failed(link, pooled, error)
             raise
         finally:
-            await self._leave(link, pooled)
+            if self._leave(link, pooled):
+                await self._discard(pooled.connection)
 
     def _failed(self, link: _Link, pooled: _PooledConnection, error: NetworkError) -> None:
         """Drop a connection that broke; keep one on which only a call was too slow."""
         if (
             not isinstance(error, DeadlineExceeded)
             and link.connection is pooled.connection
-            and not _alive(pooled.connection)
+            and not pooled.connection.is_alive
         ):
             link.connection = None
             pooled.dropped = True
 
-    async def _leave(self, link: _Link, pooled: _PooledConnection) -> None:
+    def _leave(self, link: _Link, pooled: _PooledConnection) -> bool:
+        """Count the end of a call. Return whether its connection must be closed now."""
         link.used_s = asyncio.get_running_loop().time()
         pooled.calls -= 1
-        if pooled.dropped and not pooled.calls:
-            await self._discard(pooled.connection)
+        return pooled.dropped and not pooled.calls
 
     async def _connect(self, contact: Contact, number: int, timeout_s: float | None) -> _Link:
         if self._closed:
@@ -399,7 +403,7 @@ class Channels:
             link = self._links.setdefault(
                 (contact.peer_id, number), _Link(contact.peer_id, number, used_s=started_s)
             )
-        if link.connection is not None and _alive(link.connection):
+        if link.connection is not None and link.connection.is_alive:
             return link
         dial_s = self._dial_timeout_s if timeout_s is None else min(timeout_s, self._dial_timeout_s)
         try:
@@ -417,7 +421,7 @@ class Channels:
 
     async def _dial(self, link: _Link, contact: Contact, asked_s: float, dial_s: float) -> Connection:
         """Dial the peer. The caller holds the link's lock."""
-        if link.connection is not None and _alive(link.connection):
+        if link.connection is not None and link.connection.is_alive:
             return link.connection
         # The dial failed while this caller was waiting for the lock.
         if link.failure is not None and link.failed_s > asked_s:
@@ -491,10 +495,3 @@ class Channels:
         if len(self._last_working) > 8 * self._connections_max:
             self._last_working.clear()
         await connection.channel.close()
-
-
-def _alive(connection: Connection) -> bool:
-    """Return whether a channel still has its connection: one that fell back from READY has lost it, and gRPC
-    would dial again with a backoff of its own.
-    """
-    return connection.channel.get_state() is grpc.ChannelConnectivity.READY

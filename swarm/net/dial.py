@@ -83,6 +83,13 @@ class Connection:
         """Return how the peer is reached, for messages."""
         return _where(self.address)
 
+    @property
+    def is_alive(self) -> bool:
+        """Return whether the channel still has its connection: one that fell back from READY has lost it, and
+        gRPC would dial again with a backoff of its own.
+        """
+        return self.channel.get_state() is grpc.ChannelConnectivity.READY
+
 
 async def dial(
     contact: Contact,

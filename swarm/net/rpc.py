@@ -12,6 +12,7 @@ parsed is refused, with its sender named, and ends only that call.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from swarm.net.logic.sealing import BODY_BYTES_MAX
 
 RequestT = TypeVar("RequestT", bound=Message)
 ReplyT = TypeVar("ReplyT", bound=Message)
+AnswerT = TypeVar("AnswerT")
 
 # Limits of the transport; methods have their own, lower limits. Larger data travels on a stream, in messages.
 UNARY_BYTES_MAX = 2 << 20
@@ -136,13 +138,27 @@ class StreamCaller(Caller, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Later(Generic[AnswerT]):
+    """A reply that is made when something has ended elsewhere, without a task that waits for it.
+
+    `reply` makes it when `ended` is done, and raises as a handler does. A call that is cancelled cancels
+    `ended`, after which `withdraw` is called.
+    """
+
+    ended: asyncio.Future[Any]
+    reply: Callable[[], AnswerT]
+    withdraw: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
 class UnaryHandler:
     """A registered unary method, with erased types."""
 
     method: Method[Any, Any]
     function: Callable[[PeerId, Any], Awaitable[Message]]
     # the same for requests that need no task; returns None for other requests
-    function_now: Callable[[PeerId, Any], Message | None] | None = None
+    function_now: Callable[[PeerId, Any], Message | Later[Any] | None] | None = None
+    reply_bytes_reserved: int = 0  # room for its answer that is taken before it begins
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +189,7 @@ class Handlers:
         async def function(caller: PeerId, request: RequestT) -> ReplyT:
             return handler(caller, request)
 
-        self._add(method.name, UnaryHandler(method, function, handler))
+        self._add(method.name, UnaryHandler(method, function, handler, method.reply_bytes_max))
 
     def quick(
         self,
@@ -184,7 +200,19 @@ class Handlers:
         """Register `handler_now` for requests that take well under a millisecond and have small answers. For
         any other request it returns None, and `handler` answers it.
         """
-        self._add(method.name, UnaryHandler(method, handler, handler_now))
+        self._add(method.name, UnaryHandler(method, handler, handler_now, method.reply_bytes_max))
+
+    def deferred(
+        self,
+        method: Method[RequestT, ReplyT],
+        begin: Callable[[PeerId, RequestT], ReplyT | Later[ReplyT] | None],
+        handler: Callable[[PeerId, RequestT], Awaitable[ReplyT]],
+    ) -> None:
+        """Register `begin` for requests that take well under a millisecond until they wait for something
+        elsewhere, and have answers of at most `SHARED_REQUEST_BYTES_MAX`. For any other request it returns
+        None, and `handler` answers it.
+        """
+        self._add(method.name, UnaryHandler(method, handler, begin))
 
     def stream(self, method: StreamMethod, handler: Callable[[Stream], Awaitable[None]]) -> None:
         """Register `handler(stream)` for this method; the stream finishes when it returns. Raises UsageError

@@ -5,6 +5,7 @@ what handlers raise.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ from swarm.net.listening import why_no_listening
 from swarm.net.logic.stranger_budget import StrangerBudget
 from swarm.net.membership import RunMembership
 from swarm.net.room import AnswerRoom, PeerRoom, RequestReads
-from swarm.net.rpc import SIZE_OPTIONS, Handlers, StreamHandler, UnaryHandler
+from swarm.net.rpc import SIZE_OPTIONS, Handlers, Later, StreamHandler, UnaryHandler
 from swarm.net.scope import Surroundings, endpoint_of
 from swarm.net.throttle import Bandwidth, Throttle
 from swarm.runtime.sockets import Endpoint
@@ -262,7 +263,7 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
                 return grpc.StatusCode.UNIMPLEMENTED, "", b""
             return await self._outcome(name, peer_id, self._answer(handler, peer_id, raw))
 
-        def handle_now(name: str, raw: bytes) -> Outcome | int:
+        def handle_now(name: str, raw: bytes) -> Outcome | Later[Outcome] | int:
             handler = self._handlers.find(name)
             if not isinstance(handler, UnaryHandler) or handler.function_now is None:
                 return 0
@@ -272,15 +273,30 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
             try:
                 reply = handler.function_now(peer_id, _decoded(handler, raw))
                 if reply is None:
-                    return min(handler.method.reply_bytes_max, SHARED_REPLY_BYTES_MAX)
-                encoded = _encoded(handler, reply)
-                self._server.throttle.count(len(encoded), len(raw))
-                return grpc.StatusCode.OK, "", encoded
+                    return min(handler.reply_bytes_reserved, SHARED_REPLY_BYTES_MAX)
+                if isinstance(reply, Later):
+                    make = functools.partial(reply_later, handler, reply, len(raw))
+                    return Later(reply.ended, make, reply.withdraw)
+                return sent_now(handler, reply, len(raw))
             except (SwarmError, StreamCancelled) as error:
                 return _failure(name, peer_id, error)
             except Exception:  # the boundary, as in `_outcome`
                 _logger.exception("%s, called by %s, failed", name, peer_id)
                 return _INTERNAL
+
+        def reply_later(handler: UnaryHandler, reply: Later[Message], received_bytes: int) -> Outcome:
+            try:
+                return sent_now(handler, reply.reply(), received_bytes)
+            except (SwarmError, StreamCancelled) as error:
+                return _failure(handler.method.name, peer_id, error)
+            except Exception:  # the boundary, as in `_outcome`
+                _logger.exception("%s, called by %s, failed", handler.method.name, peer_id)
+                return _INTERNAL
+
+        def sent_now(handler: UnaryHandler, reply: Message, received_bytes: int) -> Outcome:
+            encoded = _encoded(handler, reply)
+            self._server.throttle.count(len(encoded), received_bytes)
+            return grpc.StatusCode.OK, "", encoded
 
         calls, room = CallsOf(self._server.calls, caller), PeerRoom(self._server.room, peer_id)
         stream = ServedCalls(context, handle, handle_now, calls, room)
@@ -307,7 +323,7 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
             return grpc.StatusCode.RESOURCE_EXHAUSTED, "the request did not arrive in time", b""
         if raw is aio.EOF:
             return grpc.StatusCode.FAILED_PRECONDITION, f"{name} needs a request", b""
-        reserved_bytes = handler.method.reply_bytes_max if handler.function_now is not None else 0
+        reserved_bytes = handler.reply_bytes_reserved
         await room.wait(peer_id, reserved_bytes)
         try:
             outcome = await self._outcome(name, peer_id, self._answer(handler, peer_id, raw))
@@ -420,9 +436,11 @@ class _Busy(Exception):
 
 
 async def _answer(handler: UnaryHandler, peer_id: PeerId, raw: bytes, throttle: Throttle) -> bytes:
-    await throttle.wait_to_process_call(len(raw))
+    if not throttle.processes_at_once(len(raw)):
+        await throttle.wait_to_process(len(raw))
     reply = _encoded(handler, await handler.function(peer_id, _decoded(handler, raw)))
-    await throttle.wait_to_send_call(len(reply))
+    if not throttle.sends_at_once(len(reply)):
+        await throttle.wait_to_send(len(reply))
     return reply
 
 

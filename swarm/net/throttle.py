@@ -83,19 +83,21 @@ class Throttle:
         if self._down is not None:
             await _passed(self._down, size_bytes)
 
-    async def wait_to_send_call(self, size_bytes: int) -> None:
-        """Like `wait_to_send`, for the message of a call; small ones pass at once."""
+    def sends_at_once(self, size_bytes: int) -> bool:
+        """Count the message of a call and return True if it is so small that it passes at once. Another one
+        is for `wait_to_send`.
+        """
         if size_bytes > SMALL_BYTES:
-            await self.wait_to_send(size_bytes)
-        else:
-            self._sent_bytes += size_bytes
+            return False
+        self._sent_bytes += size_bytes
+        return True
 
-    async def wait_to_process_call(self, size_bytes: int) -> None:
-        """Like `wait_to_process`, for a received message of a call."""
+    def processes_at_once(self, size_bytes: int) -> bool:
+        """The same for a received message of a call, and `wait_to_process`."""
         if size_bytes > SMALL_BYTES:
-            await self.wait_to_process(size_bytes)
-        else:
-            self._received_bytes += size_bytes
+            return False
+        self._received_bytes += size_bytes
+        return True
 
     def stream(self, stream: Stream) -> Stream:
         """Return the stream with the caps applied."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from swarm.core.errors import DeadlineExceeded, UsageError
 from swarm.runtime.waits import ThreadWaits, Waits
@@ -64,17 +66,23 @@ class NetworkThread:
             raise UsageError(
                 "a blocking call on the network thread would wait for itself: await the coroutine instead"
             )
-        future = self.submit(coroutine)
+        work = _Work(coroutine, self.loop)
         try:
-            return future.result(timeout_s)
-        except concurrent.futures.CancelledError:
-            raise UsageError("the node was closed while this call was waiting") from None
-        except TimeoutError:
-            if future.done():  # an exception of the coroutine itself
-                raise
-            raise DeadlineExceeded(f"no result within {timeout_s:g} s") from None
+            self.check()
+            self.loop.call_soon_threadsafe(work.begin)
+        except BaseException:
+            coroutine.close()
+            raise
+        has_ended = False
+        try:
+            has_ended = work.wait(timeout_s)
         finally:
-            future.cancel()  # also after Ctrl-C the coroutine must not continue; no effect if it is done
+            if not has_ended:  # also after Ctrl-C the coroutine must not continue
+                with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+                    self.loop.call_soon_threadsafe(work.cancel)
+        if not has_ended:
+            raise DeadlineExceeded(f"no result within {timeout_s:g} s")
+        return work.result()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Start a coroutine on the loop and return its future. Raises UsageError in a forked child or after
@@ -144,6 +152,66 @@ class NetworkThread:
     def _wait_for(self, tasks: set[asyncio.Task[Any]]) -> None:
         if tasks:
             self.loop.run_until_complete(asyncio.wait(tasks, timeout=_STOP_S_MAX))
+
+
+class _Work(Generic[T]):
+    """A coroutine on the loop for which another thread waits. Futures of `concurrent.futures` do the same
+    with two more turns of the loop and several times the work, and a call of an expert waits once for each
+    pass.
+    """
+
+    __slots__ = ("_coroutine", "_error", "_has_ended", "_is_waiting", "_loop", "_result", "_task")
+
+    def __init__(self, coroutine: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> None:
+        self._coroutine, self._loop = coroutine, loop
+        self._is_waiting = threading.Lock()  # held until the coroutine has ended
+        self._is_waiting.acquire()
+        self._has_ended = False
+        self._error: BaseException | None = None
+        self._result: T
+        self._task: asyncio.Task[None]
+
+    def begin(self) -> None:
+        """Start the coroutine. Called on the loop."""
+        self._task = self._loop.create_task(self._run())
+        self._task.add_done_callback(self._on_done)
+
+    def cancel(self) -> None:
+        """Cancel the coroutine, which has begun. Called on the loop."""
+        self._task.cancel()
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Wait until the coroutine has ended, and return whether it has."""
+        return self._is_waiting.acquire(timeout=-1 if timeout_s is None else max(timeout_s, 0.0))
+
+    def result(self) -> T:
+        """Return the result of the coroutine, which has ended, or raise its exception."""
+        error, self._error = self._error, None
+        if error is None:
+            return self._result
+        if isinstance(error, asyncio.CancelledError):
+            raise UsageError("the node was closed while this call was waiting") from None
+        try:
+            raise error
+        finally:
+            del error  # it holds its traceback, which holds this frame
+
+    async def _run(self) -> None:
+        try:
+            self._result = await self._coroutine
+        finally:
+            self._end(sys.exception())
+
+    def _end(self, error: BaseException | None) -> None:
+        self._error, self._has_ended = error, True
+        self._is_waiting.release()
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        if not self._has_ended:  # it was cancelled before it began
+            self._coroutine.close()
+            self._end(asyncio.CancelledError())
+        if not task.cancelled():
+            task.exception()  # the waiting thread raises it: it is not one that nobody has seen
 
 
 def _belongs_to_grpc(task: asyncio.Task[Any]) -> bool:

@@ -28,7 +28,7 @@ import torch
 
 from moe.client.replicas.calling import ReplicaCalls
 from moe.protocol.declarations import Declarations, ServerLoad
-from moe.protocol.methods import CALL, DESCRIBE, EXCHANGE, read_headers, receive_payload, wire_headers
+from moe.protocol.methods import CALL, DESCRIBE, EXCHANGE, add_headers, read_headers, receive_payload
 from moe.protocol.names import ExpertUid
 from moe.protocol.parts import announced_bytes, cut, parts_of
 from moe.protocol.schema import ExpertSchema, unflatten
@@ -188,11 +188,9 @@ class SimulatedExperts:
         if name in self.poisoned:
             answers = [torch.full_like(answer, float("nan")) for answer in answers if answer is not None]
         payloads = encode(answers, None)
-        return ExpertReply(
-            version=self.versions[ExpertUid.parse(name)],
-            tensors=wire_headers(payloads),
-            payload=join_payloads(payloads),
-        )
+        reply = ExpertReply(version=self.versions[ExpertUid.parse(name)], payload=join_payloads(payloads))
+        add_headers(reply.tensors, payloads)
+        return reply
 
     @torch.no_grad()
     def _forward(self, uid: ExpertUid, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:

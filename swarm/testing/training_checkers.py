@@ -108,6 +108,16 @@ class HistoryLedger:
         root = self._root(head)
         return root.electors if root is not None else None
 
+    def between(self, head: bytes, ahead: bytes) -> list[Certificate] | None:
+        """Return the certificates that lead from one head to another, the newest first; None when none do."""
+        found = []
+        while ahead != head:
+            if ahead not in self.certificates:
+                return None
+            found.append(self.certificates[ahead])
+            ahead = found[-1].proposal.head
+        return found
+
     def _root(self, head: bytes) -> Chain | None:
         if head == self._genesis:
             return self._beginning
@@ -115,12 +125,8 @@ class HistoryLedger:
 
     def distance(self, head: bytes, ahead: bytes) -> int | None:
         """Return how many certificates lead from one head to another; None when none do."""
-        count = 0
-        while ahead != head:
-            if ahead not in self.certificates:
-                return None
-            ahead, count = self.certificates[ahead].proposal.head, count + 1
-        return count
+        found = self.between(head, ahead)
+        return None if found is None else len(found)
 
 
 class TrainingChecks:
@@ -135,6 +141,7 @@ class TrainingChecks:
         self.longest_step_s = 0.0
         self.longest_pause_s = 0.0  # longest pause of a side with a quorum, beyond the time of an epoch
         self.misled = 0  # states of liars that honest peers took
+        self.counted_elsewhere = 0  # samples in rounds that failed at the peer that sent them
         self.liars: set[PeerId] = set()
         self.faults_s = -math.inf  # when the last fault ended
         self._misled: WeakSet[TrainingPeer] = WeakSet()  # peers that last downloaded a liar's state
@@ -142,6 +149,7 @@ class TrainingChecks:
         self._contacts = _Contacts()
         self._carried: WeakKeyDictionary[TrainingPeer, int] = WeakKeyDictionary()
         self._behind: WeakKeyDictionary[TrainingPeer, int] = WeakKeyDictionary()  # in a round behind training
+        self._heads: WeakKeyDictionary[TrainingPeer, bytes] = WeakKeyDictionary()  # after the last step
         self._states: dict[str, tuple[bytes, int]] = {}  # by head: the parameters, and who had them first
 
     def on_step(self, one: TrainingPeer, report: StepReport, seconds: float) -> None:
@@ -155,8 +163,8 @@ class TrainingChecks:
         self.longest_step_s = max(self.longest_step_s, seconds)
         if seconds > self._step_s_max:
             self.violations.add(now_s, f"a step of peer {one.index} took {seconds:.1f} s")
-        self._check_samples(one, report, now_s)
         self.ledger.read(one, now_s)
+        self._check_samples(one, report, now_s)
         loaded = report.resynchronised
         if report.stepped and one not in self._misled and not one.lies:
             assert one.optimizer is not None
@@ -169,9 +177,13 @@ class TrainingChecks:
             self._check_state(one, now_s)
 
     def _check_samples(self, one: TrainingPeer, report: StepReport, now_s: float) -> None:
-        """Samples trained = contributed + carried + dropped, and what is contributed is in the average."""
+        """Samples trained = contributed + carried + dropped; what is contributed is in the average, and what
+        certificates count is not carried.
+        """
         before = self._carried.get(one, 0 if one.checkpoint is None else None)
         self._carried[one] = report.accumulated
+        counted_elsewhere = self._counted_elsewhere(one, report)
+        self.counted_elsewhere += counted_elsewhere
         if before is None:
             return
         contributed = report.contributed if report.stepped else 0
@@ -194,6 +206,33 @@ class TrainingChecks:
             self.violations.add(
                 now_s, f"peer {one.index} contributed {contributed} samples to an average that it is not in"
             )
+        not_contributed = before + one.batch + behind - contributed
+        if report.dropped < min(counted_elsewhere, not_contributed):
+            self.violations.add(
+                now_s,
+                f"peer {one.index}: certificates of rounds that failed here count {counted_elsewhere} of its "
+                f"samples; of the {not_contributed} that it had not contributed, {report.dropped} are "
+                f"reported as dropped and {report.accumulated} are carried ({report.reason})",
+            )
+
+    def _counted_elsewhere(self, one: TrainingPeer, report: StepReport) -> int:
+        """Return how many samples of a peer are in rounds that its history has taken over since its last
+        step, and whose result it has not applied itself, according to their certificates.
+        """
+        assert one.optimizer is not None
+        before, head = self._heads.get(one), bytes.fromhex(one.optimizer.history_head)
+        self._heads[one] = head
+        taken_over = self.ledger.between(before, head) if before is not None else None
+        applied = report.round.certificate if report.round is not None else None
+        return sum(
+            certificate.proposal.samples[certificate.proposal.contributors.index(one.peer.peer_id)]
+            for certificate in taken_over or ()
+            if certificate.proposal.kind is RoundKind.EPOCH
+            and certificate.proposal.samples
+            and one.peer.peer_id in certificate.workers
+            # a round's votes may have been collected in another order
+            and not (report.stepped and (report.alone or (applied and certificate.head == applied.head)))
+        )
 
     def _check_donors(self, one: TrainingPeer, loaded: LoadResult, now_s: float) -> None:
         """A liar's state must not be loaded if more than half of the electors are honest and reachable. A

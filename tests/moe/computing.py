@@ -77,12 +77,14 @@ class Computing:
     def __init__(self, link: LateLink | None = None, config: BatchLimits | None = None) -> None:
         self.link = link
         self.outcomes: dict[int, Outcome] = {}
+        self.deliveries: list[tuple[int, bool]] = []  # results, and whether more follow at once
         self.failures: list[DeviceFailed] = []
         self._done: queue.SimpleQueue[tuple[Job, Outcome]] = queue.SimpleQueue()
         self.reported: queue.SimpleQueue[DeviceFailed] = queue.SimpleQueue()
         self.thread = ComputeThread(config or BatchLimits(), self._deliver, self.reported.put, HOST, link)
 
-    def _deliver(self, done: list[tuple[Job, Outcome]]) -> None:
+    def _deliver(self, done: list[tuple[Job, Outcome]], more_follow: bool) -> None:
+        self.deliveries.append((len(done), more_follow))
         for one in done:
             self._done.put(one)
 

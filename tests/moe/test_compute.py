@@ -371,6 +371,13 @@ def test_computing_on_the_host_uses_one_thread_and_copies_no_tensor() -> None:
         assert torch.frombuffer(piece.payload, dtype=torch.float32).data_ptr() == given.data_ptr()
 
 
+def test_the_thread_says_which_results_are_followed_by_others_at_once() -> None:
+    expert = Expert(torch.nn.Identity(), (torch.zeros(1, WIDTH),))
+    with computing(config=BatchLimits(batch_requests_max=1)) as compute:
+        compute.run(*[compute.job(expert, [x]) for x in batches(3, 0)])
+    assert compute.deliveries == [(1, True), (1, True), (1, False)]
+
+
 def test_shorter_sequences_are_batches_of_their_own_and_cost_less() -> None:
     module: Any = torch.nn.Identity()
     module.sequence_dimension = 1

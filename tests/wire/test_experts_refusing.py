@@ -17,6 +17,7 @@ import torch
 import swarm
 from moe.protocol.calls import ForwardReply, GradientPass
 from moe.protocol.methods import CALL, EXCHANGE
+from moe.protocol.names import ExpertUid
 from moe.server.logic.batching import BatchLimits
 from moe.server.passes import BatchPass
 from swarm.core.errors import NetworkError, PeerError
@@ -58,6 +59,30 @@ def test_a_full_queue_refuses_at_once_with_its_length(monkeypatch: pytest.Monkey
         statistics = two.server.statistics().experts["ffn.0"]
         assert statistics.refusals == {"EXPERT_OVERLOADED": 2}
         assert (statistics.counts.forward_requests, statistics.counts.forward_batches) == (4, 2)
+
+
+def test_a_quick_answer_does_not_wait_for_a_module_that_hangs_behind_it() -> None:
+    (first, held), (last, hanging) = gated(), gated()
+    with pair({"held.0": held, "ffn.0": expert(torch.nn.Identity()), "hanging.0": hanging}) as two:
+        calls = two.calls
+
+        async def call(name: str) -> None:
+            await calls.forward(two.replica, ExpertUid.parse(name), [torch.ones(1, 16)], timeout_s=10.0)
+
+        async def scenario() -> None:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(call("held.0"))
+                await asyncio.get_running_loop().run_in_executor(None, first.entered.wait, 10.0)
+                quick = tasks.create_task(call("ffn.0"))
+                await until(lambda: two.server.statistics().queued == 1)
+                behind = tasks.create_task(call("hanging.0"))
+                await until(lambda: two.server.statistics().queued == 2)
+                first.open.set()
+                await quick
+                assert not behind.done()
+                last.open.set()
+
+        two.run(scenario())
 
 
 def test_a_call_cancelled_while_it_waits_is_not_computed() -> None:

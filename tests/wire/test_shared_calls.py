@@ -21,7 +21,7 @@ from swarm.net.callers import CallsOf, OpenCalls, RemoteCaller
 from swarm.net.calls import CALLS_NAME
 from swarm.net.channels import Channels
 from swarm.net.room import AnswerRoom, PeerRoom
-from swarm.net.rpc import Handlers, Method
+from swarm.net.rpc import Handlers, Later, Method
 from swarm.net.server import CallLimits, Server
 from swarm.wire import peer_pb2
 from swarm.wire.calls_pb2 import AnswerBatch, Call, CallBatch
@@ -29,6 +29,7 @@ from tests.wire.event_loop import run_on_loop
 
 ECHO = Method(name="/swarm.Test/Echo", request=peer_pb2.Hello, reply=peer_pb2.Hello)
 DIRECT = Method(name="/swarm.Test/Direct", request=peer_pb2.Hello, reply=peer_pb2.Hello)
+LATER = Method(name="/swarm.Test/Later", request=peer_pb2.Hello, reply=peer_pb2.Hello)
 SLOW = Method(name="/swarm.Test/Slow", request=peer_pb2.Hello, reply=peer_pb2.Hello)
 
 
@@ -229,6 +230,62 @@ def test_a_stream_that_breaks_the_protocol_is_refused_and_nothing_stays_open(
             assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
             await until(lambda: two.open_calls == 0)
             assert await two.call(ECHO, "still there") == "still there"
+
+    run(scenario)
+
+
+def test_a_call_that_waits_without_a_task_is_answered_refused_or_withdrawn_and_counted_out() -> None:
+    async def scenario() -> None:
+        async with pair() as two:
+            waiting: dict[str, asyncio.Future[str]] = {}
+            withdrawn: list[str] = []
+
+            def begin(
+                peer_id: PeerId, request: peer_pb2.Hello
+            ) -> peer_pb2.Hello | Later[peer_pb2.Hello] | None:
+                name = request.agent
+                if name in ("now", "task"):
+                    return request if name == "now" else None
+                waiting[name] = future = asyncio.get_running_loop().create_future()
+
+                def reply() -> peer_pb2.Hello:
+                    if future.result() == "refuse":
+                        raise PeerError("not this one")
+                    return peer_pb2.Hello(agent=future.result())
+
+                return Later(future, reply, lambda: withdrawn.append(name))
+
+            two.handlers.deferred(LATER, begin, two.echo)
+            assert await two.call(LATER, "now") == "now"
+            assert await two.call(LATER, "task") == "task"
+            names = ("good", "bad", "left")
+            good, bad, left = (asyncio.create_task(two.call(LATER, name)) for name in names)
+            await until(lambda: len(waiting) == 3)
+            assert two.open_calls == 3
+            waiting["good"].set_result("done")
+            waiting["bad"].set_result("refuse")
+            assert await good == "done"
+            with pytest.raises(PeerError, match="not this one"):
+                await bad
+            left.cancel()
+            await until(lambda: two.open_calls == 0)
+            assert withdrawn == ["left"]
+
+            stream = await two.raw_stream()
+            requests = {name: peer_pb2.Hello(agent=name).SerializeToString() for name in ("a", "b")}
+            await stream.write(
+                CallBatch(
+                    calls=[
+                        Call(number=number, method=LATER.name, request=raw)
+                        for number, raw in enumerate(requests.values())
+                    ]
+                ).SerializeToString()
+            )
+            await until(lambda: requests.keys() <= waiting.keys())
+            stream.cancel()
+            await until(lambda: two.open_calls == 0)
+            assert withdrawn == ["left", "a", "b"]
+            assert not two.server.room.size_bytes
 
     run(scenario)
 

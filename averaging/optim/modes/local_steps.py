@@ -194,16 +194,14 @@ class LocalSteps:
             return 0
         self._has_no_steps = False
         self._apply_loaded_learning_rates()
-        if (
-            suspended.progress is not None
-            and suspended.epoch > 0
-            and self.state.epoch - suspended.epoch <= CARRIED_EPOCHS_MAX
-            and not counted
-        ):
-            self.set_weights(suspended.progress)
+        progress, late_epochs = suspended.progress, self.state.epoch - suspended.epoch
+        is_recent = progress is not None and suspended.epoch > 0 and late_epochs <= CARRIED_EPOCHS_MAX
+        self.set_weights(progress if is_recent and not counted else None)
+        if is_recent and not counted:
             return 0
-        self.set_weights(None)
-        lost, self.newcomer = self.samples, True
+        lost = self.samples
+        # a peer that contributed a moment ago trains on with the statistics that it has
+        self.newcomer |= not (counted and is_recent)
         self.counted = self.dropped = self.total
         return lost
 

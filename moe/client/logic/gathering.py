@@ -62,6 +62,7 @@ class Gathering:
         self._suspected: set[int] = set()
         self._expected_s: dict[int, float] = {}
         self._satisfied_s: float | None = None
+        self._lacking_row = 0  # a row that waited for answers when the rows were looked at
         self._last_reply_s = begun_s
         self._has_reply = False  # some expert has answered or failed
 
@@ -151,6 +152,10 @@ class Gathering:
     def _check_satisfied(self, now_s: float) -> None:
         if self._satisfied_s is None:
             # with a k_min of 0 a sample still waits for its first answer, unless none is pending
-            needed = max(self._k_min, 1)
-            if bool(((self._answered_B >= needed) | (self._pending_B + self._suspected_B == 0)).all()):
+            needed, row = max(self._k_min, 1), self._lacking_row
+            if self._answered_B[row] < needed and (self._pending_B[row] or self._suspected_B[row]):
+                return  # most answers find one such row
+            is_lacking_B = (self._answered_B < needed) & (self._pending_B + self._suspected_B > 0)
+            self._lacking_row = int(is_lacking_B.argmax())
+            if not is_lacking_B[self._lacking_row]:
                 self._satisfied_s = now_s

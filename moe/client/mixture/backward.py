@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from moe.client.logic.dispatch import Places, sum_input_gradients
+from moe.client.logic.dispatch import join_places, sum_input_gradients
 from moe.client.logic.gathering import Gathering
 from moe.client.mixture.forward import REASONS_SHOWN, MixtureOutput, offload, select_rows
 from moe.client.mixture.options import MixtureOptions, PassReport
@@ -128,9 +128,8 @@ class BackwardPass:
         places = [branch.places for branch in self._mixture_output.branches]
         if not places:
             return []
-        inputs = await select_rows(self._pool, self._inputs, [one.rows for one in places])
-        sizes = [len(one.rows) for one in places]
-        joined = Places(torch.cat([one.rows for one in places]), torch.cat([one.columns for one in places]))
+        sizes, joined = [len(one.rows) for one in places], join_places(places)
+        inputs = await select_rows(self._pool, self._inputs, joined.rows, sizes)
 
         def select() -> list[Sequence[torch.Tensor | None]]:
             columns: list[Sequence[torch.Tensor | None]] = [

@@ -20,7 +20,14 @@ from typing import TypeVar
 import torch
 
 from moe.client.logic.beam import BeamSearch, Selection, compact
-from moe.client.logic.dispatch import Places, exclude_known, places_of, scatter_outputs
+from moe.client.logic.dispatch import (
+    Places,
+    exclude_known,
+    join_places,
+    places_of,
+    scatter_outputs,
+    split_places,
+)
 from moe.client.logic.gathering import Gathering
 from moe.client.mixture.options import REPLACEMENTS_MAX, MixtureOptions, PassReport
 from moe.client.replicas.calling import ForwardCall, ForwardResult, ReplicaCalls
@@ -191,13 +198,13 @@ class ForwardPass:
         coordinates[rows], occupied[rows] = found_BKD, selection.indices_BK >= 0
         self._coordinates = torch.cat([self._coordinates, coordinates], dim=1)
         self._occupied_BS = torch.cat([self._occupied_BS, occupied], dim=1)
-        places_by_expert = places_of(selection.indices_BK, len(selection.experts))
-        selected = tasks.create_task(
-            select_rows(self._pool, self._inputs, [rows[places.rows] for places in places_by_expert])
-        )
-        for part, (prefix, places) in enumerate(zip(selection.experts, places_by_expert, strict=True)):
+        found_places = places_of(selection.indices_BK, len(selection.experts))
+        sizes, joined = [len(one.rows) for one in found_places], join_places(found_places)
+        joined = Places(rows[joined.rows], joined.columns + width_before)
+        selected = tasks.create_task(select_rows(self._pool, self._inputs, joined.rows, sizes))
+        places_by_expert = split_places(joined, sizes)
+        for part, (prefix, batch_places) in enumerate(zip(selection.experts, places_by_expert, strict=True)):
             uid, number = ExpertUid(self._options.grid.block, prefix), len(self._uids)
-            batch_places = Places(rows[places.rows], places.columns + width_before)
             self._uids.append(uid)
             self._places.append(batch_places)
             expected_s = max(
@@ -341,7 +348,7 @@ class ForwardPass:
         below_k_min = self._gathering.rows_below_k_min
         if len(below_k_min) and not self._options.allow_zero_outputs:
             raise self._too_few(len(below_k_min))
-        answers = [self._results[number].forward_reply.outputs for number in numbers]
+        answers = [self._results[number].forward_reply.take_outputs() for number in numbers]
         like = answers[0] if answers else empty
         if any(
             [(one.shape[1:], one.dtype) for one in answer] != [(one.shape[1:], one.dtype) for one in like]
@@ -351,24 +358,21 @@ class ForwardPass:
                 f"the experts of {self._options.grid} have outputs of different shapes: a mixture needs one"
             )
         answered = torch.zeros_like(self._occupied_BS)
-        for number in numbers:
-            answered[self._places[number].rows, self._places[number].columns] = True
+        joined = join_places([self._places[number] for number in numbers])
+        answered[joined.rows, joined.columns] = True
         # only slots for replacements that have an answer, because each takes as much memory as the batch
         used_S = answered.any(dim=0)
         used_S[: initially_occupied.shape[1]] = True
         column_of = used_S.cumsum(0) - 1
-        places = [
-            Places(one.rows, column_of[one.columns]) for one in (self._places[number] for number in numbers)
-        ]
+        sizes = [len(self._places[number].rows) for number in numbers]
+        places = split_places(Places(joined.rows, column_of[joined.columns]), sizes)
         batch, width = len(answered), int(used_S.sum())
         size = sum(batch * width * one[:1].nbytes for one in like)
         outputs = await offload(
             self._pool, size, lambda: scatter_outputs(batch, width, places, answers, like)
         )
-        # `outputs` has them now: do not hold them twice until the backward pass
         branches = [
-            ExpertCall(self._results[number].without_outputs(), one)
-            for number, one in zip(numbers, places, strict=True)
+            ExpertCall(self._results[number], one) for number, one in zip(numbers, places, strict=True)
         ]
         selected = torch.zeros(batch, width, dtype=torch.bool, device="cpu")
         selected[:, : initially_occupied.shape[1]] = initially_occupied
@@ -408,17 +412,16 @@ class ForwardPass:
 
 
 async def select_rows(
-    pool: Executor | None, tensors: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]
+    pool: Executor | None, tensors: Sequence[torch.Tensor], rows: torch.Tensor, sizes: Sequence[int]
 ) -> list[list[torch.Tensor]]:
-    """Return copies of samples: for each expert those of its rows, of every tensor. All are copied at once,
-    which takes much less time than a copy for each of hundreds of experts.
+    """Return copies of samples: for each expert those of its rows, of every tensor. `sizes` says how many of
+    the rows each expert has. All are copied at once, which takes much less time than a copy for each of
+    hundreds of experts.
     """
-    sizes = [len(one) for one in rows]
 
     def select() -> list[list[torch.Tensor]]:
-        joined = torch.cat(list(rows)) if rows else torch.zeros(0, dtype=torch.int64, device="cpu")
-        columns = [torch.split(tensor.index_select(0, joined), sizes) for tensor in tensors]
-        return [[column[number] for column in columns] for number in range(len(sizes))]
+        columns = [torch.split(tensor.index_select(0, rows), list(sizes)) for tensor in tensors]
+        return [list(one) for one in zip(*columns, strict=True)]
 
     return await offload(pool, sum(sizes) * sum(tensor[:1].nbytes for tensor in tensors), select)
 

@@ -140,7 +140,7 @@ class PipelinePass:
                 with self._occupancy.at(stage):
                     result = await self._forward_stage(uid, micro_batch.outputs, keep)
                 micro_batch.stage_calls.append(StageCall(result, micro_batch.outputs if keep else ()))
-                micro_batch.outputs = result.forward_reply.outputs
+                micro_batch.outputs = result.forward_reply.take_outputs()
             return micro_batch
 
         parts = zip(*(torch.split(tensor, self._options.micro_batch_size) for tensor in inputs), strict=True)
@@ -237,7 +237,8 @@ class PipelinePass:
                     raise
                 self.report.rerouted.append(f"{result.uid}, backward: {failure}")
             found = await self._forward_stage(result.uid, call.inputs, keep=True)
-            micro_batch.stage_calls[stage] = StageCall(found.without_outputs(), call.inputs)
+            found.forward_reply.take_outputs()  # a backward pass does not need them
+            micro_batch.stage_calls[stage] = StageCall(found, call.inputs)
             result = found.for_pass(pass_number)
 
 

@@ -67,10 +67,6 @@ class ForwardResult:
     replica: ExpertReplica
     forward_reply: ForwardReply
 
-    def without_outputs(self) -> ForwardResult:
-        """Return a copy without the outputs, which a backward pass does not need."""
-        return replace(self, forward_reply=self.forward_reply.without_outputs())
-
     def for_pass(self, number: int) -> ForwardResult:
         """Return the result for the backward pass with this number (`ForwardReply.for_pass`)."""
         return replace(self, forward_reply=self.forward_reply.for_pass(number)) if number else self
@@ -170,17 +166,13 @@ class ReplicaCalls:
         is cancelled, the replicas that were asked count as late.
         """
         begun_s = self.clock.monotonic_s()
-        by_peer = {
-            replica.peer_id: replica
-            for replica in self._replicas_in_order(
-                call.uid, call.replicas, begun_s, call.include_avoided_since_s
-            )
-        }
-        order = list(by_peer)
-        if not order:
+        in_order = self._replicas_in_order(call.uid, call.replicas, begun_s, call.include_avoided_since_s)
+        if not in_order:
             raise self._no_replica_error(call.uid, call.replicas, begun_s)
-        if len(order) == 1:
-            return await self._forward_only(call, by_peer[order[0]], deadline_s, codecs)
+        if len(in_order) == 1:
+            return await self._forward_only(call, in_order[0], deadline_s, codecs)
+        by_peer = {replica.peer_id: replica for replica in in_order}
+        order = list(by_peer)
         hedged = HedgedCall(
             order,
             self.stats.hedge_after_s(str(call.uid), order[0]),
@@ -235,16 +227,15 @@ class ReplicaCalls:
         self.stats.budget.add_call()
         self.stats.begin(peer)
         try:
-            async with asyncio.timeout(deadline_s - begun_s):
-                outcome = await self._attempt(call, replica, deadline_s, codecs)
-        except BaseException as error:
+            outcome = await self._attempt(call, replica, deadline_s, codecs)
+        except BaseException:
             if self.clock.monotonic_s() > begun_s:
                 self.stats.slow(str(call.uid), peer, self.clock.monotonic_s(), _TOO_SLOW)
-            if isinstance(error, TimeoutError):
-                raise DeadlineExceeded(f"no replica of {call.uid} answered in time") from None
             raise
         finally:
             self.stats.end(peer)
+        if isinstance(outcome, DeadlineExceeded):
+            self.stats.slow(str(call.uid), peer, self.clock.monotonic_s(), _TOO_SLOW)
         if isinstance(outcome, SwarmError):
             raise outcome
         return ForwardResult(call.uid, replica, outcome)
@@ -259,10 +250,11 @@ class ReplicaCalls:
         schema = await self.calls.schema_of(
             result.replica, result.uid, timeout_s=deadline_s - self.clock.monotonic_s()
         )
-        tensors = replace(
-            tensors,
-            inputs=cast_to_schema(schema.input_leaves, tensors.inputs),
-            gradients=cast_to_schema(schema.gradient_leaves, tensors.gradients),
+        tensors = GradientPass(
+            cast_to_schema(schema.input_leaves, tensors.inputs),
+            cast_to_schema(schema.gradient_leaves, tensors.gradients),
+            tensors.staleness_max,
+            tensors.together,
         )
         for left in range(_REPEATS_MAX, -1, -1):
             timeout_s = (deadline_s - self.clock.monotonic_s()) * (_WAIT_SHARE if left else 1.0)
@@ -355,6 +347,11 @@ class ReplicaCalls:
         include_avoided_since_s: float | None,
     ) -> list[ExpertReplica]:
         """Return the replicas to ask, the best first."""
+        if len(replicas) == 1:  # most experts have one: there is nothing to draw
+            is_usable = self.available(uid, replicas) or (
+                include_avoided_since_s is not None and self.available(uid, replicas, include_avoided_since_s)
+            )
+            return list(replicas) if is_usable else []
         name, by_peer = str(uid), {replica.peer_id: replica for replica in replicas}
         order = self.stats.order(
             name, list(by_peer), now_s, [replica.load.wait_s for replica in by_peer.values()]

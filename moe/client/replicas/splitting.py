@@ -75,10 +75,8 @@ class SplitCalls:
         samples = len(inputs[0])
         size = min(self._limits.get(replica.peer_id, samples), _samples_that_fit(schema), samples)
 
-        async def run(part: Sequence[torch.Tensor]) -> ForwardReply:
+        async def run(part: Sequence[torch.Tensor], own: ForwardOptions) -> ForwardReply:
             left_s = deadline_s - asyncio.get_running_loop().time()
-            # of a batch that is cut, the server computes one part while the answer to another travels
-            own = options if size == samples else replace(options, together=False)
             return await self._calls.forward(replica, uid, part, timeout_s=left_s, codecs=codecs, options=own)
 
         for left in range(_LIMITS_LEARNED_MAX, -1, -1):
@@ -89,9 +87,11 @@ class SplitCalls:
                 )
             try:
                 if size == samples:
-                    return await run(inputs)
+                    return await run(inputs, options)
                 columns = zip(*(torch.split(tensor, size) for tensor in inputs), strict=True)
-                parts = await run_together([run(part) for part in columns], _PARTS_IN_FLIGHT_MAX)
+                # the server computes one part while the answer to another travels
+                own = replace(options, together=False)
+                parts = await run_together([run(part, own) for part in columns], _PARTS_IN_FLIGHT_MAX)
                 return _joined_forward(parts, size)
             except ExpertRefused:
                 left_s = deadline_s - asyncio.get_running_loop().time()
@@ -176,13 +176,13 @@ def _samples_that_fit(schema: ExpertSchema) -> int:
 
 def _joined_forward(parts: Sequence[ForwardReply], size: int) -> ForwardReply:
     """Return the reply for the whole batch. It counts as computed by the oldest version among its parts."""
-    outputs = [torch.cat(column) for column in zip(*(part.outputs for part in parts), strict=True)]
+    outputs = [torch.cat(column) for column in zip(*(part.take_outputs() for part in parts), strict=True)]
     return ForwardReply(
         outputs=outputs,
         version=min(part.version for part in parts),
         request_id=parts[0].request_id,
         wait_s=parts[-1].wait_s,
-        parts=tuple(part.without_outputs() for part in parts),
+        parts=tuple(parts),
         part_samples=size,
     )
 

@@ -111,6 +111,7 @@ class BatchRates:
 
     def __init__(self) -> None:
         self._s_per_sample: dict[int, deque[float]] = {}  # by size class, the bit length of the samples
+        self._rates: dict[int, float] = {}  # by size class: the best of its times, in samples per second
         self._chosen: int | None = None  # the largest size class that is worth one batch
         self._limit = 0  # in samples, if there is such a class
         self._within_limit = 0  # batches since the class was chosen, or one was larger
@@ -125,11 +126,14 @@ class BatchRates:
 
     def record(self, samples: int, seconds: float) -> None:
         """Record a batch and how long its computation took."""
-        times = self._s_per_sample.setdefault(samples.bit_length(), deque(maxlen=_TIMES_MAX))
+        size_class = samples.bit_length()
+        times = self._s_per_sample.setdefault(size_class, deque(maxlen=_TIMES_MAX))
         times.append(max(seconds, 1e-9) / samples)
         is_larger = self._chosen is not None and samples > self._limit
-        before = self._chosen
-        self._choose()
+        before, rate = self._chosen, 1.0 / min(times)
+        if self._rates.get(size_class) != rate:
+            self._rates[size_class] = rate
+            self._choose()
         if self._chosen != before:
             self._within_limit, self._probe_batches = 0, _PROBE_BATCHES_FIRST
         elif is_larger:
@@ -138,7 +142,7 @@ class BatchRates:
             self._within_limit += 1
 
     def _choose(self) -> None:
-        rates = {size_class: 1.0 / min(times) for size_class, times in self._s_per_sample.items()}
+        rates = self._rates
         enough = _RATE_SHARE_MIN * max(rates.values())
         chosen = min(size_class for size_class, rate in rates.items() if rate >= enough)
         # a class that is larger than all measured ones may be better still

@@ -10,6 +10,7 @@ import pytest
 
 from averaging.optim.closing import EpochCloser
 from averaging.optim.progress.logic.reports import ProgressReport
+from averaging.result import RoundResult
 from swarm.core.ids import PeerId
 from swarm.testing.identities import SeededIdentity
 
@@ -57,7 +58,11 @@ def closer(
         voters=list,
         on_round=lambda peers: None,
     )
-    mode: Any = SimpleNamespace(state=SimpleNamespace(epoch=3), traits=SimpleNamespace(canonical=True))
+    mode: Any = SimpleNamespace(
+        state=SimpleNamespace(epoch=3),
+        traits=SimpleNamespace(canonical=True, proceeds_alone=False),
+        failed=lambda reason: None,
+    )
     averager = averager or SimpleNamespace(in_round=in_round, in_state_round=False)
     donor: Any = SimpleNamespace(changed=lambda: None)
     any_tracker: Any = tracker
@@ -123,6 +128,26 @@ def test_no_state_is_averaged_where_most_of_a_large_group_have_just_loaded_it(
     closing = closer(HEAD, averager=averager, history=history)
     assert (closing.average_state_if_due(alone=False) is not None) is is_held
     assert bool(held) is is_held
+
+
+@pytest.mark.parametrize("unresolved", [False, True])
+@pytest.mark.parametrize("grid_rounds", [1, 2])
+def test_samples_may_be_counted_after_a_round_of_a_cell_that_others_may_have_committed(
+    grid_rounds: int, unresolved: bool
+) -> None:
+    """In one group the certificate of the round names those whose values are in its average."""
+
+    class Behind(History):
+        ahead = SimpleNamespace()
+
+    history, catch_up = Behind(), Times()
+    history.grid_rounds = grid_rounds
+    catch_up.probe = lambda timeout_s: None  # type: ignore[attr-defined]
+    closing = closer(HEAD, history=history, catch_up=catch_up)
+    outcome = closing.failed(RoundResult(failed=True, reason="round", unresolved=unresolved), 1)
+    assert outcome is not None
+    assert outcome.behind
+    assert closing.has_lost_round is (unresolved and grid_rounds > 1)
 
 
 @pytest.mark.parametrize("fails", ["the step", "the scheduler", ""])

@@ -105,6 +105,16 @@ def test_samples_may_be_counted_after_a_lost_round_until_a_checkpoint_replaces_t
     assert parts.counted == [keeps_samples is not False]
 
 
+@pytest.mark.parametrize("has_counted", [False, True])
+def test_samples_that_a_certificate_of_the_loaded_history_counts_do_not_count_again(
+    has_counted: bool,
+) -> None:
+    parts, loop = started()
+    parts.history = SimpleNamespace(has_parted=False, has_counted=has_counted)
+    loop.load(1.0)
+    assert parts.counted == [has_counted]
+
+
 def test_call_beside_that_of_another_thread_is_refused_and_disturbs_nothing() -> None:
     parts, loop = started()
     parts.undone, errors = [], list[UsageError]()

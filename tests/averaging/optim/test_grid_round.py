@@ -22,12 +22,13 @@ OWN = SeededIdentity(1).peer_id
 class Pending:
     """A round of a cell that ends when the test says so."""
 
-    def __init__(self, key: str) -> None:
-        self.key, self.done, self.cancelled = key, False, False
+    def __init__(self, key: str, weight: float) -> None:
+        self.key, self.weight, self.done, self.cancelled = key, weight, False, False
         self.result = RoundResult(failed=True, reason="cancelled")
 
-    def end(self, reason: RoundFailure = "") -> None:
-        self.done, self.result = True, RoundResult(failed=bool(reason), reason=reason, weight=1.0)
+    def end(self, reason: RoundFailure = "", *, unresolved: bool = False) -> None:
+        self.done = True
+        self.result = RoundResult(failed=bool(reason), reason=reason, weight=1.0, unresolved=unresolved)
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -70,7 +71,7 @@ class Scene:
         )
 
         def step(key: str, weight: float, gather: Any) -> Pending:
-            self.begun.append(Pending(key))
+            self.begun.append(Pending(key, weight))
             return self.begun[-1]
 
         plan: Any = SimpleNamespace(
@@ -109,6 +110,22 @@ def test_a_first_round_that_others_have_finished_is_left_out() -> None:
     scene.begun[0].end("passed")
     assert not epoch.done()
     assert [one.key for one in scene.begun] == ["1/3", "2/3"]
+
+
+@pytest.mark.parametrize("unresolved", [False, True])
+@pytest.mark.parametrize("failing", [1, 2])
+def test_values_that_the_cell_has_committed_without_this_peer_do_not_count_again_in_the_next_one(
+    failing: int, unresolved: bool
+) -> None:
+    """Regression test: a peer that had voted for a round, and found its cell in the next one, brought what
+    was in the cell's average to the next cell, too.
+    """
+    scene = Scene()
+    epoch = scene.begin()
+    for number in range(1, failing + 1):
+        scene.begun[-1].end("passed" if number == failing else "", unresolved=unresolved)
+        assert not epoch.done()
+    assert [one.weight for one in scene.begun] == [1.0] * failing + [0.0 if unresolved else 1.0]
 
 
 @pytest.mark.parametrize("failing", [2, 3])

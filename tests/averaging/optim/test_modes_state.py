@@ -285,3 +285,6 @@ def test_samples_of_a_round_that_only_the_others_applied_are_not_counted_twice(
     assert learner.resume(counted=True) == 4
     assert learner.samples == 0
     assert torch.equal(interrupted.theta, other.theta)
+    for worker, one in enumerate(seats):
+        one.step(20 + worker, 4)
+    assert hold(seats) == [4.0, 4.0], "it is no newcomer, whose progress would not count yet"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from averaging.history.ahead import Ahead
-from averaging.history.certificate import Certificate
+from averaging.history.certificate import Certificate, RoundKind, make_result
 from averaging.history.chain import Chain
 from averaging.optim.history import RunHistory
 from averaging.optim.modes.settings import Gradients
@@ -83,6 +84,42 @@ def history() -> RunHistory:
     made = RunHistory(node, RUN, IDENTITIES[0].sign, group_size_max=16)  # type: ignore[arg-type]
     made.commit(certificate(proposal(made.head, (), (OWN, OTHER)), (OWN, OTHER)))
     return made
+
+
+CASES = {
+    # contributors, those whose values came too late, kind of the round, whether this peer's samples count
+    "a round of others": ((OTHER,), (), RoundKind.EPOCH, False),
+    "a round that failed here": ((OTHER, OWN), (), RoundKind.EPOCH, True),
+    "a round without its values": ((OTHER, OWN), (OWN,), RoundKind.EPOCH, False),
+    "a round over the state": ((OTHER, OWN), (), RoundKind.STATE, False),
+}
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_a_certificate_of_a_round_that_failed_here_tells_whether_this_peers_samples_are_in_it(
+    case: str, goes_on: bool
+) -> None:
+    """Regression test: a peer that had sent its values, and did not learn in time that the others committed
+    the round, brought the same samples to the next one.
+    """
+    contributors, idle, kind, counts = CASES[case]
+    mine = history()
+    about = replace(
+        proposal(mine.head, (OWN, OTHER), contributors, epoch=2 if kind is RoundKind.EPOCH else 1), kind=kind
+    )
+    result = make_result(b"r" * 32, [contributors.index(peer) for peer in idle], len(contributors))
+    found = [Certificate(proposal=about, result=result, votes={}, goodbyes={})]
+    if goes_on:
+        found.append(later(found[0].head, epoch=found[0].proposal.epoch + 1, by=1))
+    root = mine.root
+    chain = Chain(head=root.head, electors=root.electors, certificates=tuple(found), root_epoch=1)
+    mine.follow(Ahead(chain, Contact(OTHER, ())))
+    mine.settle()
+    assert mine.has_counted is counts
+    mine.follow(Ahead(mine.root, Contact(OTHER, ())))
+    mine.settle()
+    assert not mine.has_counted, "it concerns the latest state only"
 
 
 def later(head: bytes, *, epoch: int, by: int, is_break: bool = False) -> Certificate:
