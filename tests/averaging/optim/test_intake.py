@@ -172,7 +172,7 @@ def test_a_closing_node_ends_the_wait_with_an_error() -> None:
 @pytest.mark.parametrize("late", [chunk(0), bytes(CHUNK_BYTES)])
 @pytest.mark.parametrize("is_late", [True, False])
 def test_a_late_donor_does_not_overwrite_what_another_has_sent(late: bytes, is_late: bool) -> None:
-    """Its chunk arrives when the other one's has been checked, or while it is."""
+    """The late chunk arrives when the other one has been checked, or while it is checked."""
 
     async def scenario(intake: Intake, pool: HeldPool, stream: Sent, new: list[int]) -> None:
         partial = intake.partial
