@@ -364,7 +364,7 @@ class Download:
         known = {offer.contact.peer_id for offer in offers} | self.failures.keys()
         spares = deque(contact for contact in donors if contact.peer_id not in known)
         live = [offer for offer in candidates if offer.contact.peer_id not in self.liars]
-        asyncio.get_running_loop().run_in_executor(self.pool, partial.allocate_pages)
+        partial.allocate_pages(self.pool)
         while not partial.complete and live:
             try:
                 async with asyncio.TaskGroup() as group:

@@ -26,6 +26,7 @@ from swarm.core.ids import PeerId
 from swarm.net.rpc import Stream
 
 _CHECKED_MAX = 2  # chunks of one donor at once
+_ALLOCATED = 8  # chunks whose memory is found by one piece of work of the pool
 
 
 @dataclass(slots=True)
@@ -45,7 +46,7 @@ class PartialState:
     _beside: dict[int, memoryview] = field(
         default_factory=dict
     )  # verified chunks that are not in their place
-    _is_settled: bool = False
+    _allocating: asyncio.Task[None] | None = None
 
     @classmethod
     def begin(
@@ -77,10 +78,19 @@ class PartialState:
         """Return the memory of a chunk."""
         return memoryview(self.blob)[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
 
-    def allocate_pages(self) -> None:
-        """Let the system find memory ahead of the chunks, until they have all arrived."""
-        for index in range(len(self.digests)):
-            if self._is_settled or not allocate_pages(self.chunk(index)):
+    def allocate_pages(self, pool: Executor | None) -> asyncio.Task[None]:
+        """Let the system find memory ahead of the chunks, in a thread of the pool, until `settle`. Return the
+        task of that.
+        """
+        self._allocating = asyncio.create_task(self._allocate_pages(pool))
+        return self._allocating
+
+    async def _allocate_pages(self, pool: Executor | None) -> None:
+        loop, indices = asyncio.get_running_loop(), range(len(self.digests))
+        # a few at a time, because a small machine has one thread, which checks the chunks, too
+        for some in (indices[begin : begin + _ALLOCATED] for begin in indices[::_ALLOCATED]):
+            chunks = [self.chunk(index) for index in some]
+            if not await loop.run_in_executor(pool, _allocate_all, chunks):
                 return
 
     def lend(self, index: int) -> memoryview:
@@ -134,7 +144,8 @@ class PartialState:
 
     def settle(self) -> None:
         """Copy chunks that were received beside their place to it. No donor sends anything any more."""
-        self._is_settled = True
+        if self._allocating is not None:
+            self._allocating.cancel()
         for index, memory in self._beside.items():
             self.chunk(index)[:] = memory
         self._beside.clear()
@@ -256,6 +267,10 @@ class Intake:
                     f"sent a chunk {index} whose digest differs from the declared one: it lies, or its "
                     "memory is broken"
                 )
+
+
+def _allocate_all(chunks: Iterable[memoryview]) -> bool:
+    return all(map(allocate_pages, chunks))
 
 
 def _is_valid(memory: memoryview, size_bytes: int, digest: bytes) -> bool:

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import sys
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
 
 import psutil
@@ -229,10 +229,51 @@ def test_memory_is_allocated_ahead_of_the_chunks_and_keeps_what_is_in_it() -> No
     before_bytes = psutil.Process().memory_info().rss
     if not allocate_pages(partial.chunk(0)):
         pytest.skip("Linux does this from 5.14 on")
-    partial.allocate_pages()
+
+    async def allocate() -> None:
+        await partial.allocate_pages(None)
+
+    asyncio.run(allocate())
     assert psutil.Process().memory_info().rss - before_bytes > (chunks - 8) * CHUNK_BYTES
     assert bytes(partial.chunk(3)) == chunk(3)
     assert not bytes(partial.chunk(4)).strip(b"\0")
+
+
+def test_a_check_waits_for_the_memory_of_a_few_chunks_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks, work = 64, list[str]()
+    partial = PartialState.begin((b"",) * chunks, chunks * CHUNK_BYTES, None)
+
+    def allocate(memory: memoryview) -> bool:
+        work.append("memory")
+        return True
+
+    async def scenario() -> None:
+        monkeypatch.setattr("averaging.optim.state.intake.allocate_pages", allocate)
+        with ThreadPoolExecutor(1) as pool:
+            allocating = partial.allocate_pages(pool)
+            await asyncio.sleep(0)
+            await asyncio.get_running_loop().run_in_executor(pool, work.append, "check")
+            await allocating
+
+    asyncio.run(scenario())
+    assert work.count("memory") == chunks
+    assert work.index("check") <= 8
+
+
+def test_no_more_memory_is_allocated_when_the_donors_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    partial = PartialState.begin((b"",) * 64, 64 * CHUNK_BYTES, None)
+
+    async def scenario() -> None:
+        monkeypatch.setattr("averaging.optim.state.intake.allocate_pages", lambda memory: True)
+        pool = HeldPool()
+        allocating = partial.allocate_pages(pool)
+        await asyncio.sleep(0)
+        partial.settle()
+        await asyncio.wait([allocating])
+        assert allocating.cancelled()
+        assert len(pool.held) == 1
+
+    asyncio.run(scenario())
 
 
 async def _fails(doing: Awaitable[None], kind: type[Exception], words: str) -> None:
