@@ -74,11 +74,6 @@ class SplitCalls:
         schema = schema.at(schema.length_of(inputs))
         samples = len(inputs[0])
         size = min(self._limits.get(replica.peer_id, samples), _samples_that_fit(schema), samples)
-
-        async def run(part: Sequence[torch.Tensor], own: ForwardOptions) -> ForwardReply:
-            left_s = deadline_s - asyncio.get_running_loop().time()
-            return await self._calls.forward(replica, uid, part, timeout_s=left_s, codecs=codecs, options=own)
-
         for left in range(_LIMITS_LEARNED_MAX, -1, -1):
             if samples > size * PARTS_MAX:
                 raise ExpertRefused(
@@ -86,13 +81,12 @@ class SplitCalls:
                     f"{samples} would be more than {PARTS_MAX} requests, so send fewer at a time"
                 )
             try:
+                left_s = deadline_s - asyncio.get_running_loop().time()
                 if size == samples:
-                    return await run(inputs, options)
-                columns = zip(*(torch.split(tensor, size) for tensor in inputs), strict=True)
-                # the server computes one part while the answer to another travels
-                own = replace(options, together=False)
-                parts = await run_together([run(part, own) for part in columns], _PARTS_IN_FLIGHT_MAX)
-                return _joined_forward(parts, size)
+                    return await self._calls.forward(
+                        replica, uid, inputs, timeout_s=left_s, codecs=codecs, options=options
+                    )
+                return await self._forward_in_parts(replica, uid, inputs, size, left_s, codecs, options)
             except ExpertRefused:
                 left_s = deadline_s - asyncio.get_running_loop().time()
                 limit = await self._learn_limit(replica, uid, left_s)
@@ -100,6 +94,30 @@ class SplitCalls:
                     raise
                 size = limit
         raise AssertionError("the last attempt returns or raises")
+
+    async def _forward_in_parts(
+        self,
+        replica: ExpertReplica,
+        uid: ExpertUid,
+        inputs: Sequence[torch.Tensor],
+        size: int,
+        timeout_s: float,
+        codecs: WireCodecs,
+        options: ForwardOptions,
+    ) -> ForwardReply:
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        # the server computes one part while the answer to another travels
+        options = replace(options, together=False)
+
+        async def run(part: Sequence[torch.Tensor]) -> ForwardReply:
+            left_s = deadline_s - asyncio.get_running_loop().time()
+            return await self._calls.forward(
+                replica, uid, part, timeout_s=left_s, codecs=codecs, options=options
+            )
+
+        columns = zip(*(torch.split(tensor, size) for tensor in inputs), strict=True)
+        parts = await run_together([run(part) for part in columns], _PARTS_IN_FLIGHT_MAX)
+        return _joined_forward(parts, size)
 
     async def backward(
         self,
@@ -112,11 +130,22 @@ class SplitCalls:
         codecs: WireCodecs = UNCOMPRESSED,
     ) -> BackwardReply:
         """Run a backward pass, as `ExpertCalls.backward` does, in the parts of the forward pass."""
-        parts = forward_reply.parts
-        if not parts:
+        if not forward_reply.parts:
             return await self._calls.backward(
                 replica, uid, forward_reply, tensors, timeout_s=timeout_s, codecs=codecs
             )
+        return await self._backward_in_parts(replica, uid, forward_reply, tensors, timeout_s, codecs)
+
+    async def _backward_in_parts(
+        self,
+        replica: ExpertReplica,
+        uid: ExpertUid,
+        forward_reply: ForwardReply,
+        tensors: GradientPass,
+        timeout_s: float,
+        codecs: WireCodecs,
+    ) -> BackwardReply:
+        parts = forward_reply.parts
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         schema = await self.schema_of(replica, uid, timeout_s=timeout_s)
         schema = schema.at(schema.length_of(tensors.inputs))
