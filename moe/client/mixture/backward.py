@@ -87,9 +87,8 @@ class BackwardPass:
             selected = tasks.create_task(self._select(gradients))
             for number, branch in enumerate(branches):
                 gathering.expect(number, branch.places.rows, begun_s)
-                work = self._call(
-                    branch.result.for_pass(pass_number), selected, number, deadline_s, on_outcome
-                )
+                result = branch.result.for_pass(pass_number)
+                work = self._call(result, selected, number, deadline_s, on_outcome)
                 running[number] = tasks.create_task(work)
             while not gathering.over(now_s := clock.monotonic_s()):
                 await changed.wait(max(gathering.deadline_s() - now_s, 0.0))
