@@ -24,7 +24,7 @@ class CallSlots:
         self._waiting: dict[PeerId, deque[asyncio.Future[None]]] = {}  # calls that wait for one
 
     def try_enter(self, peer: PeerId) -> bool:
-        """Take a slot if one is free, and return whether it was. Whoever has one calls `leave`."""
+        """Take a slot if one is free, and return whether it was. `leave` gives it back."""
         count = self._open.get(peer, 0)
         if count >= OPEN_MAX:
             return False

@@ -8,8 +8,9 @@ call is one request, as long as its tensors fit into one.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -86,7 +87,10 @@ class SplitCalls:
                     return await self._calls.forward(
                         replica, uid, inputs, timeout_s=left_s, codecs=codecs, options=options
                     )
-                return await self._forward_in_parts(replica, uid, inputs, size, left_s, codecs, options)
+                # the server computes one part while the answer to another travels
+                own = replace(options, together=False)
+                call = functools.partial(self._calls.forward, replica, uid, codecs=codecs, options=own)
+                return await self._forward_in_parts(call, inputs, size, left_s)
             except ExpertRefused:
                 left_s = deadline_s - asyncio.get_running_loop().time()
                 limit = await self._learn_limit(replica, uid, left_s)
@@ -97,23 +101,16 @@ class SplitCalls:
 
     async def _forward_in_parts(
         self,
-        replica: ExpertReplica,
-        uid: ExpertUid,
+        call: Callable[..., Awaitable[ForwardReply]],
         inputs: Sequence[torch.Tensor],
         size: int,
-        timeout_s: float,
-        codecs: WireCodecs,
-        options: ForwardOptions,
+        left_s: float,
     ) -> ForwardReply:
-        deadline_s = asyncio.get_running_loop().time() + timeout_s
-        # the server computes one part while the answer to another travels
-        options = replace(options, together=False)
+        """Make a call for each part of at most `size` samples, all within `left_s`."""
+        deadline_s = asyncio.get_running_loop().time() + left_s
 
         async def run(part: Sequence[torch.Tensor]) -> ForwardReply:
-            left_s = deadline_s - asyncio.get_running_loop().time()
-            return await self._calls.forward(
-                replica, uid, part, timeout_s=left_s, codecs=codecs, options=options
-            )
+            return await call(part, timeout_s=deadline_s - asyncio.get_running_loop().time())
 
         columns = zip(*(torch.split(tensor, size) for tensor in inputs), strict=True)
         parts = await run_together([run(part) for part in columns], _PARTS_IN_FLIGHT_MAX)
