@@ -134,11 +134,8 @@ class RunLedger:
         """Return who comes first in a search for a group that extends a head with these electors.
         `passes_over`: whether peers are passed over for their faults.
         """
-
-        def is_passed_over(peer: PeerId) -> bool:
-            return self._ledger.is_passed_over(peer, is_elector=peer in deciding)
-
         deciding = frozenset(electors)
+        is_passed_over = functools.partial(self._ledger.is_passed_over, electors=deciding)
         if passes_over:
             with self._lock:
                 self._settle(counts=True)

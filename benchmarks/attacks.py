@@ -64,14 +64,20 @@ CROWDS = (Crowd(1), Crowd(10), Crowd(1000), Crowd(1000, 20))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttackedRun:
-    """A run among crowds, each measured in every turn."""
+    """A run among crowds, each measured in every turn. A step takes `step_s` besides its processor time, and
+    an epoch `steps` of them: members that share the cores must leave some of them to the strangers.
+    """
 
     members: int
     crowds: tuple[Crowd, ...] = CROWDS
     turns: int = 2
+    step_s: float = 0.05
+    steps: int = 16
+    window_s: float = 10.0
 
 
-ATTACKED_RUNS = (AttackedRun(members=2), AttackedRun(members=4), AttackedRun(members=33, turns=1))
+LARGE_RUN = AttackedRun(members=33, turns=1, step_s=0.5, steps=8, window_s=80.0)
+ATTACKED_RUNS = (AttackedRun(members=2), AttackedRun(members=4), LARGE_RUN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +85,6 @@ class Plan:
     """Duration and number of measurements of each attack."""
 
     flood_s: float = 8.0
-    window_s: float = 10.0
     passes: int = 1  # of each flood
     floods: tuple[str, ...] = tuple(FLOODS)
     attacked_runs: tuple[AttackedRun, ...] = ATTACKED_RUNS
@@ -89,11 +94,10 @@ class Plan:
 # Windows of two epochs: the short form only shows that crowds can be measured.
 QUICK = Plan(
     flood_s=2.0,
-    window_s=2.0,
     floods=("nothing", "shared_finds", "half_sent", "forged_records"),
-    attacked_runs=tuple(AttackedRun(members=members, turns=1) for members in (2, 4)),
+    attacked_runs=tuple(AttackedRun(members=members, turns=1, window_s=2.0) for members in (2, 4)),
 )
-QUICK_CROWDS = Plan(window_s=2.0, floods=(), attacked_runs=QUICK.attacked_runs[:1])
+QUICK_CROWDS = Plan(floods=(), attacked_runs=QUICK.attacked_runs[:1])
 
 
 def rows(say: Callable[[str], None], plan: Plan | None = None) -> list[Row]:
@@ -103,7 +107,7 @@ def rows(say: Callable[[str], None], plan: Plan | None = None) -> list[Row]:
     found = [row for name in plan.floods if name in wanted for row in _flooded(say, plan, name)]
     for attacked in plan.attacked_runs:
         if _crowd(attacked) in wanted:
-            found += _beside(say, plan, attacked)
+            found += _beside(say, attacked)
     return found
 
 
@@ -119,10 +123,12 @@ def _crowd(attacked: AttackedRun) -> str:
 class Attack(Launch):
     """Members of a run, and a process that attacks the first of them."""
 
-    def __init__(self, members: int) -> None:
+    def __init__(self, attacked: AttackedRun) -> None:
         # a run without an owner knows no strangers before its founding is over (docs/decisions/0033)
-        founded = FOUNDING_MAX + 1 if members > 1 else 2
-        configurations = [{"target": 16 * members, "epochs": founded} for _ in range(members)]
+        founded = FOUNDING_MAX + 1 if attacked.members > 1 else 2
+        target = attacked.steps * attacked.members
+        one = {"target": target, "epochs": founded, "step_s": attacked.step_s}
+        configurations = [one] * attacked.members
         super().__init__("attacked", python=OWN_PYTHON, module=_MODULE, configurations=configurations)
 
     def __enter__(self) -> Attack:
@@ -165,7 +171,7 @@ def _flooded(say: Callable[[str], None], plan: Plan, name: str) -> list[Row]:
     failures = Failures()
     for _ in range(plan.passes):  # each on a new node, because freed memory is not returned to the system
         try:
-            with Attack(1) as attack:
+            with Attack(AttackedRun(members=1)) as attack:
                 rest = attack.measured()
                 count = attack.flood(name, plan.flood_s)
                 figures = attack.measured()
@@ -206,18 +212,21 @@ class Costs(Failures):
     paces: list[float] = field(default_factory=list)
     processor_s: list[float] = field(default_factory=list)
 
-    def add(self, attack: Attack, plan: Plan, crowd: Crowd) -> None:
-        """Measure one window among a crowd."""
-        before, began_s = attack.measured(), time.monotonic()
-        attack.flood("nothing", plan.window_s, crowd)
-        after, took_s = attack.measured(), time.monotonic() - began_s
+    def add(self, attack: Attack, window_s: float, crowd: Crowd) -> None:
+        """Measure one window among a crowd, from the beginning of an epoch to that of the last one: parts of
+        epochs would count for much in it.
+        """
+        before = attack.measured()
+        attack.flood("nothing", window_s, crowd)
+        after = attack.measured()
         epochs = after["epoch"] - before["epoch"]
-        self.paces.append(60.0 * epochs / took_s)
+        took_s = after["epoch_began_s"] - before["epoch_began_s"]
+        self.paces.append(60.0 * epochs / took_s if epochs else 0.0)
         self.processor_s.append((after["processor_s"] - before["processor_s"]) / max(epochs, 1))
         time.sleep(_PAUSE_S)
 
 
-def _beside(say: Callable[[str], None], plan: Plan, attacked: AttackedRun) -> list[Row]:
+def _beside(say: Callable[[str], None], attacked: AttackedRun) -> list[Row]:
     """Measure a run among each crowd, and without one before every second crowd."""
     members = attacked.members
     costs = {crowd: Costs() for crowd in (NOBODY, *attacked.crowds)}
@@ -227,11 +236,11 @@ def _beside(say: Callable[[str], None], plan: Plan, attacked: AttackedRun) -> li
         for window in ((NOBODY, crowd) if number % 2 == 0 else (crowd,))
     ]
     try:
-        with Attack(members) as attack:
+        with Attack(attacked) as attack:
             for _ in range(attacked.turns):
                 for crowd in windows:
                     one = costs[crowd]
-                    one.add(attack, plan, crowd)
+                    one.add(attack, attacked.window_s, crowd)
                     say(
                         f"{members} members, {crowd.identities} strangers of {crowd.networks} networks: "
                         f"{one.paces[-1]:.0f} epochs/min, "

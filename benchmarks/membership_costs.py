@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import psutil
-
 from benchmarks.environments import OWN_PYTHON
 from benchmarks.launch import Launch, LaunchFailed, Worker
 from benchmarks.results import Aim, Failures, Row, Series
@@ -93,20 +91,30 @@ def _measure(members: Members, plan: Plan, costs: Costs, *, is_profiled: bool = 
         for other in others[: plan.peers - 1]:
             launch.add(other)
         launch.receive("contributed", _READY_S)
-        before, before_bytes = _count(launch.workers), psutil.net_io_counters(pernic=True)["lo"].bytes_sent
+        before = _count(launch.workers)
         time.sleep(plan.window_s)
-        after, after_bytes = _count(launch.workers), psutil.net_io_counters(pernic=True)["lo"].bytes_sent
-        epochs = max(after[0]["epoch"] - before[0]["epoch"], 1)
-        used_s = sum(one["processor_s"] for one in after) - sum(one["processor_s"] for one in before)
+        after = _count(launch.workers)
+        pairs = list(zip(before, after, strict=True))
         if is_profiled:
-            _add_shares(costs, after, used_s, after_bytes - before_bytes, first["invites"][0])
+            used_s = sum(now["processor_s"] - earlier["processor_s"] for earlier, now in pairs)
+            sent_bytes = after[0]["begun"]["sent_bytes"] - before[0]["begun"]["sent_bytes"]
+            _add_shares(costs, after, used_s, sent_bytes, first["invites"][0])
             return
-        costs.processor_s.append(used_s / epochs)
-        costs.sent_bytes.append((after_bytes - before_bytes) / epochs)
+        costs.processor_s.append(sum(_per_epoch(*pair, "processor_s") for pair in pairs))
+        costs.sent_bytes.append(_per_epoch(*pairs[0], "sent_bytes"))
         for other in others[plan.peers - 1 :]:
             newcomer = launch.add(other)
             contributed = newcomer.receive("contributed", time.monotonic() + _READY_S)
             costs.joining_s.append(contributed["seconds"])
+
+
+def _per_epoch(earlier: dict[str, Any], now: dict[str, Any], figure: str) -> float:
+    """Return how much a figure of a peer grew in an epoch, from the beginning of one to that of another: a
+    part of an epoch at the end of a window of twenty would count for up to a twentieth.
+    """
+    epochs: int = now["begun"]["epoch"] - earlier["begun"]["epoch"]
+    grown: float = now["begun"][figure] - earlier["begun"][figure]
+    return grown / max(epochs, 1)
 
 
 def _add_shares(

@@ -384,7 +384,7 @@ ALLOWED_PRIVATE: dict[str, set[str]] = {
     # torch clears it in `GradScaler.step` alone, which the plain half of the test does not call
     "tests/wire/test_torch_contract.py": {"_per_optimizer_states"},
     # writes the state as the end of an epoch does, without a round with the peer that downloads it
-    "benchmarks/workers/swarm_state.py": {"_catch_up", "_chunk_message", "_donor"},
+    "benchmarks/workers/swarm_state.py": {"_catch_up", "_chunk", "_donor"},
 }
 # private names of modules outside this project that have no public counterpart
 FOREIGN_PRIVATE = {"os._exit", "torch.Tensor._make_subclass", "torch.autograd.Variable._execution_engine"}

@@ -19,7 +19,7 @@ from averaging.config import AveragerConfig, RunAverager
 from averaging.history.certificate import RoundKind
 from averaging.history.chain import Chain
 from averaging.matchmaking.logic.messages import AveragerName
-from averaging.optim.background_round import BackgroundRound, RoundPlan, RunningRound
+from averaging.optim.background_round import BackgroundRound, RoundPlan, RunningRound, check_interval_s
 from averaging.optim.config import OptimizerConfig
 from averaging.optim.grid_round import GridRound
 from averaging.optim.history import RunHistory
@@ -227,6 +227,7 @@ class EpochAverager:
             grace_s,
             self._node.clock,
             plan.take,
+            check_interval_s(history.size.peers if history is not None else 1),
         )
 
     def average(self, epoch: int, is_obsolete: Callable[[], bool], grace_s: float) -> RoundResult:

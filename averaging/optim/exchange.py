@@ -5,7 +5,6 @@ node serves all its runs.
 from __future__ import annotations
 
 import asyncio
-import struct
 import threading
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -70,9 +69,7 @@ RECEIPT = Method(
     request_bytes_max=SIGNATURES_BYTES_MAX,
     reply_bytes_max=RECEIPT_BYTES_MAX + SIGNATURES_BYTES_MAX,
 )
-CHUNKS = StreamMethod(name="/swarm.State/Chunks", message_bytes_max=CHUNK_BYTES + 4096)
-
-_LENGTH = struct.Struct("<I")
+CHUNKS = StreamMethod(name="/swarm.State/Chunks", message_bytes_max=CHUNK_BYTES)
 
 
 @dataclass(slots=True)
@@ -168,26 +165,6 @@ def parse_chunks_request(message: bytes) -> state_pb2.ChunksRequest:
     except DecodeError as error:
         raise PeerError(f"not a request for chunks: {error}") from None
     return request
-
-
-def chunk_head(index: int) -> bytes:
-    """Return the bytes that precede a chunk in a message of the stream."""
-    header = state_pb2.ChunkHeader(index=index).SerializeToString()
-    return _LENGTH.pack(len(header)) + header
-
-
-def unpack_chunk(message: bytes) -> tuple[int, memoryview]:
-    """Return the chunk's index and a view of its bytes. Raise PeerError when the message is malformed."""
-    (header_bytes,) = _LENGTH.unpack_from(message) if len(message) >= _LENGTH.size else (len(message),)
-    start = _LENGTH.size + header_bytes
-    if start > len(message):
-        raise PeerError("a chunk of the state has no header")
-    header = state_pb2.ChunkHeader()
-    try:
-        header.ParseFromString(message[_LENGTH.size : start])
-    except DecodeError as error:
-        raise PeerError(f"a chunk of the state has a broken header: {error}") from None
-    return header.index, memoryview(message)[start:]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from averaging.history.certificate import SAMPLES_MAX, Certificate, RoundKind
-from averaging.optim.background_round import CANCEL_S_MAX, CHECK_INTERVAL_S, RoundPlan
+from averaging.optim.background_round import CANCEL_S_MAX, RoundPlan, check_interval_s
 from averaging.optim.history import RunHistory
 from averaging.result import PendingRound, RoundFailure, RoundResult
 from swarm.core.backoff import Backoff
@@ -69,10 +69,11 @@ class GridRound:
         try:
             pause = self._node.network.waits.event()
             while not self.done():
+                interval_s = check_interval_s(self._history.size.peers)
                 if self._pending is not None:
-                    self._pending.wait(CHECK_INTERVAL_S)
+                    self._pending.wait(interval_s)
                 else:
-                    pause.wait(CHECK_INTERVAL_S)
+                    pause.wait(interval_s)
         except BaseException:  # Ctrl-C: no work may continue in the background
             self.cancel()
             raise

@@ -21,7 +21,6 @@ from swarm.testing.records import fill
 
 RUN = "attacked"
 PARAMETERS = 1 << 20
-STEP_S = 0.05  # stands for forward and backward; most of the processor is left to the floods
 EXPERT, EXPERT_WIDTH, EXPERT_BATCH_MAX = "flooded.0", 1024, 256  # one that the first node hosts
 LARGE_KEY, LONG_KEY = Key("public", "large"), Key("public", "long")
 _LARGE_ENTRIES, _LARGE_VALUE_BYTES, _LONG_ENTRIES = 15, 64 << 10, 4096
@@ -107,23 +106,22 @@ def main() -> None:
             _serve_expert(node)
             channel.publish("address", node.addresses[0])
         watch = LoopWatch()
-        node.network.submit(watch.run())
-        while optimizer.epoch < channel.configuration["epochs"]:
-            _step(optimizer, parameters)
-        channel.send("ready", address=node.addresses[0])
+        if is_first:
+            node.network.submit(watch.run())
+        is_ready, epoch, began_s = False, 0, time.monotonic()
         while True:
-            if not select.select([sys.stdin], [], [], STEP_S)[0]:
-                _step(optimizer, parameters)
+            if select.select([sys.stdin], [], [], channel.configuration["step_s"])[0]:
+                if channel.receive()["do"] == "measure":
+                    channel.send("measured", epoch=epoch, epoch_began_s=began_s, **watch.take())
                 continue
-            order = channel.receive()
-            if order["do"] == "measure":
-                channel.send("measured", epoch=optimizer.epoch, **watch.take())
-
-
-def _step(optimizer: Any, parameters: list[torch.nn.Parameter]) -> None:
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
+            for parameter in parameters:
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+            if optimizer.epoch != epoch:
+                epoch, began_s = optimizer.epoch, time.monotonic()
+            if not is_ready and epoch >= channel.configuration["epochs"]:
+                is_ready = True
+                channel.send("ready", address=node.addresses[0])
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import select
 import sys
 import time
 
+import psutil
 import torch
 
 import swarm
@@ -29,6 +30,7 @@ def main() -> None:
     address = f"address-{settings['generation']}"
     entries = [] if settings["founds"] else [channel.published(address, LOAD_TIMEOUT_S)]
     samples, does, began_s = 0, "", time.monotonic()
+    begun: dict[str, float] = {}  # figures of the moment at which the present epoch began
     with (
         swarm.Node([*settings["invites"], *entries], listen="127.0.0.1:0") as node,
         swarm.Optimizer(
@@ -48,8 +50,8 @@ def main() -> None:
                     channel.send(
                         "counted",
                         samples=samples,
-                        epoch=optimizer.epoch,
                         processor_s=processor_s,
+                        begun=begun,
                         profile=profile.end() if profile is not None else {},
                     )
                     # between two counts, so that joining is not part of it
@@ -60,6 +62,13 @@ def main() -> None:
             if contributed and not samples:
                 channel.send("contributed", seconds=time.monotonic() - began_s)
             samples += contributed
+            if optimizer.epoch != begun.get("epoch"):
+                sent_bytes = psutil.net_io_counters(pernic=True)["lo"].bytes_sent
+                begun = {
+                    "epoch": optimizer.epoch,
+                    "processor_s": time.process_time(),
+                    "sent_bytes": sent_bytes,
+                }
     channel.send("left")
     channel.receive()  # the end of the launch
 

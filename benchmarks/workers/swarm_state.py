@@ -84,7 +84,7 @@ def train(optimizer: Any, parameters: list[torch.nn.Parameter]) -> list[float]:
 
 def pace(bytes_per_s: float) -> None:
     """Delay each chunk until a link of this rate would have carried the chunks before it."""
-    plain = Donor._chunk_message
+    plain = Donor._chunk
     free_s = [0.0]
 
     async def paced(self: Donor, view: StateView, index: int) -> bytes:
@@ -94,7 +94,7 @@ def pace(bytes_per_s: float) -> None:
         await asyncio.sleep(free_s[0] - now_s)
         return message
 
-    Donor._chunk_message = paced  # type: ignore[method-assign]
+    Donor._chunk = paced  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -66,10 +66,9 @@ class _Batch:
 class ComputeThread:
     """Computes the requests for the experts of one device.
 
-    `deliver` receives the results of a whole batch, and whether further ones will follow at once; with none
-    of its own it says that none will. `report` receives the failure after which nothing more is computed.
-    Both are called on a thread of this object. `link` is the connection to the device (`link_of`); None
-    computes on one thread.
+    `deliver` receives the results of a whole batch, and whether further ones will follow at once; `report`
+    receives the failure after which nothing more is computed. Both are called on a thread of this object.
+    `link` is the connection to the device (`link_of`); None computes on one thread.
     """
 
     def __init__(
@@ -88,7 +87,10 @@ class ComputeThread:
         self._retries: deque[Job] = deque()  # failed in a batch, and are computed by themselves
         self._lock = threading.Lock()
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._asleep = self._is_delivering = False
+        self._asleep = False
+        self._done: list[
+            tuple[Job, Outcome]
+        ] = []  # results of the only thread, before it takes the next batch
         self._stopping = False
         self._failure: DeviceFailed | None = None
         self._reported = False
@@ -228,6 +230,7 @@ class ComputeThread:
             has_ended = True
         finally:  # the error continues: Python reports it, unless it is SystemExit
             if not has_ended:
+                self._deliver_done()
                 self._fail(DeviceFailed(self._device, sys.exception() or RuntimeError("its thread ended")))
                 if not self._reported and self._failure is not None:
                     self._reported = True
@@ -258,25 +261,27 @@ class ComputeThread:
         """Wait for the next batch; None when this object stops."""
         while True:
             with self._lock:
-                if self._stopping:
-                    break
-                now_s = time.monotonic()
-                batch = self._next_batch(now_s)
+                now_s, due_s = time.monotonic(), None
+                batch = None if self._stopping else self._next_batch(now_s)
                 if batch is not None:
                     if not self._under_way:
                         self._begun_s = now_s
                     self._under_way.append(batch)
-                    return batch
-                due_s = self._batcher.due_s()
-                self._asleep = True
-            if self._is_delivering:
-                self._is_delivering = False
-                self._deliver([], False)
+                elif not self._stopping:
+                    due_s = self._batcher.due_s()
+                    self._asleep = True
+                is_stopping = self._stopping
+            # last: the network loop, which this wakes, waits for Python's lock until this thread waits
+            self._deliver_done(more_follow=batch is not None)
+            if batch is not None or is_stopping:
+                return batch
             with contextlib.suppress(queue.Empty):
                 self._wake.get(timeout=None if due_s is None else max(due_s - now_s, 0.0))
-        if self._is_delivering:
-            self._deliver([], False)
-        return None
+
+    def _deliver_done(self, *, more_follow: bool = False) -> None:
+        if self._done:
+            done, self._done = self._done, []
+            self._deliver(done, more_follow)
 
     def _next_batch(self, now_s: float) -> _Batch | None:
         """Return the next batch, if one is due. The lock must be held."""
@@ -357,10 +362,12 @@ class ComputeThread:
         elif retries:
             self._repeat(retries)
         self._record(batch, done)
-        # on one thread, the next batch follows at once
-        self._is_delivering = self._link is None and self._failure is None and self._batcher.queued > 0
-        self._deliver(done, self._is_delivering)
+        if self._link is not None:
+            self._deliver(done, False)
+        else:
+            self._done += done
         if self._failure is not None and not self._reported:
+            self._deliver_done()
             self._reported = True
             self._report(self._failure)
 

@@ -14,7 +14,7 @@ is at fault in each round, is stopped once each has been at fault.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -143,14 +143,14 @@ class MemberLedger:
 
     # ---- queries
 
-    def is_passed_over(self, peer: PeerId, *, is_elector: bool = False) -> bool:
+    def is_passed_over(self, peer: PeerId, *, electors: Collection[PeerId] = ()) -> bool:
         """Return whether this peer currently avoids groups with another one, if it has an alternative
-        (`averaging.matchmaking.logic.precedence.is_passed_over`).
+        (`averaging.matchmaking.logic.precedence.is_passed_over`). For `electors` only their own faults count.
         """
         entry = self._entries.get(peer)
         if entry is not None and self.rounds < entry.account.until:
             return True
-        if not is_elector and self.rounds < self._repeating.until and self.is_doubted(peer):
+        if self.rounds < self._repeating.until and peer not in electors and self.is_doubted(peer):
             return True
         return self.rounds < self._strangers.until and not (entry is not None and entry.is_member)
 
@@ -164,7 +164,7 @@ class MemberLedger:
     def is_holding(self, peer: PeerId) -> bool:
         """Return whether a peer is passed over because it led a group and did not begin."""
         entry = self._entries.get(peer)
-        return entry is not None and entry.held and self.is_passed_over(peer, is_elector=True)
+        return entry is not None and entry.held and self.is_passed_over(peer, electors=(peer,))
 
     # ---- on disk
 

@@ -13,7 +13,7 @@ import logging
 import socket
 import sys
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import grpc
@@ -129,6 +129,16 @@ class BulkCall:
             self._end(grpc.StatusCode.UNAVAILABLE, str(lost))
             raise aio.InternalError(str(lost)) from None
         self._has_sent_all = message == END_OF_STREAM
+
+    def begin_to_write(self, message: bytes) -> Coroutine[Any, Any, None] | None:
+        """Send a message that is not the last one, as `BulkSocket.begin_to_send`, with the errors of
+        `write`.
+        """
+        try:
+            return self.connection.begin_to_send(FrameKind.DATA, message)
+        except BulkLost as lost:
+            self._end(grpc.StatusCode.UNAVAILABLE, str(lost))
+            raise aio.InternalError(str(lost)) from None
 
     def cancel(self) -> None:
         """End the stream now. The connection is lost with it, unless the callee has ended the stream."""

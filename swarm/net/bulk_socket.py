@@ -12,7 +12,8 @@ import contextlib
 import logging
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from swarm.core.ids import PeerId
 from swarm.net.logic.sealing import (
@@ -137,19 +138,38 @@ class BulkSocket:
         """
         await self._let_others_run()
         async with self._sending:
-            if self._is_cut:
-                raise self._lose("a frame was sent in part")
-            if self._stopped:
-                raise BulkLost(self._stopped)
-            buffer = _buffers.take(frame_bytes(len(body)))
-            try:
-                left = self._outgoing.seal(kind, body, buffer)
-                self._is_cut = True
-                while left := left[self._send_some(left) :]:
-                    await self._wait_writable()
-                self._is_cut = False
-            finally:
+            rest = self.begin_to_send(kind, body)
+            if rest is not None:
+                await rest
+
+    def begin_to_send(self, kind: FrameKind, body: bytes) -> Coroutine[Any, Any, None] | None:
+        """Send a frame as far as the system takes it at once. Return what sends the rest, which must be
+        awaited before the next frame; None when there is none. Raises BulkLost.
+        """
+        if self._is_cut:
+            raise self._lose("a frame was sent in part")
+        if self._stopped:
+            raise BulkLost(self._stopped)
+        buffer = _buffers.take(frame_bytes(len(body)))
+        has_ended = True
+        try:
+            frame = self._outgoing.seal(kind, body, buffer)
+            self._is_cut = True
+            left = frame[self._send_some(frame) :]
+            self._is_cut = bool(left)
+            has_ended = not left
+        finally:
+            if has_ended:
                 _buffers.give(buffer)
+        return None if has_ended else self._send_rest(left, buffer)
+
+    async def _send_rest(self, left: memoryview, buffer: bytearray) -> None:
+        try:
+            while left := left[self._send_some(left) :]:
+                await self._wait_writable()
+            self._is_cut = False
+        finally:
+            _buffers.give(buffer)
 
     def send_at_once(self, kind: FrameKind, body: bytes) -> bool:
         """Send a small frame, and return whether the system took all of it."""

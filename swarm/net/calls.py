@@ -15,7 +15,7 @@ import asyncio
 import functools
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import grpc
@@ -25,8 +25,9 @@ from grpc import aio
 from swarm.core.errors import PeerError
 from swarm.core.notify import ChangeEvent
 from swarm.net.bulk_calls import CODES, BulkCall
+from swarm.net.bulk_socket import BulkLost
 from swarm.net.callers import CallsOf
-from swarm.net.incoming import Context
+from swarm.net.incoming import BulkContext, Context
 from swarm.net.outgoing import sender_of
 from swarm.net.room import PeerRoom
 from swarm.net.rpc import Later
@@ -79,6 +80,8 @@ class CallStream:
         self._wake = ChangeEvent()
         self._last = 0
         self.answers = 0  # messages with answers that have arrived
+        self._is_writing = True  # the task that writes has something to do, has not begun, or has ended
+        self._rest: Coroutine[Any, Any, None] | None = None  # sends the rest of a message
 
     async def call(self, method: str, request: bytes, timeout_s: float) -> Outcome:
         """Make a call and return its outcome, which is DEADLINE_EXCEEDED when none came in `timeout_s`.
@@ -90,7 +93,8 @@ class CallStream:
         answer: asyncio.Future[Outcome] = loop.create_future()
         self._waiting[number] = answer
         self._unsent.append((number, method, request))
-        self._wake.notify()
+        if not self._sends_at_once():
+            self._wake.notify()
         timer = loop.call_later(timeout_s, _expire, answer)
         try:
             return await answer
@@ -150,6 +154,9 @@ class CallStream:
                 answer.set_result(outcome)
         self._waiting.clear()
         self._unsent.clear()
+        if self._rest is not None:
+            self._rest.close()
+            self._rest = None
 
     def retire(self) -> None:
         """End the stream when no call is in progress. No call may be made any more."""
@@ -170,20 +177,37 @@ class CallStream:
                 if waiting is not None and not waiting.done():
                     waiting.set_result((CODES.get(answer.status, _UNKNOWN), answer.details, answer.reply))
 
+    def _sends_at_once(self) -> bool:
+        """Send the only call that is in progress, where the transport can do that without the task that
+        writes. Return whether that was done.
+        """
+        if self._is_writing or len(self._waiting) > 1 or self._cancelled:
+            return False
+        assert isinstance(self._call, BulkCall)
+        try:
+            self._rest = self._call.begin_to_write(self.next_batch().SerializeToString())
+        except aio.InternalError:
+            return True  # the reader learns the reason
+        return self._rest is None
+
     async def _write(self) -> None:
         """Write queued calls. A failed write ends nothing: the reader learns the reason."""
         await self._call.wait_for_connection()
-        while True:
-            await self._wake.wait()
-            if len(self._waiting) > len(self._unsent):
-                await _let_others_queue()
-            self._wake.clear()
-            while self._unsent or self._cancelled:
-                batch = self.next_batch()
-                try:
-                    await self._send(batch.SerializeToString())
-                except aio.InternalError:
-                    return
+        try:
+            while True:
+                self._is_writing = not isinstance(self._call, BulkCall)
+                await self._wake.wait()
+                self._is_writing = True
+                if self._rest is not None:
+                    rest, self._rest = self._rest, None
+                    await rest
+                if len(self._waiting) > len(self._unsent):
+                    await _let_others_queue()
+                self._wake.clear()
+                while self._unsent or self._cancelled:
+                    await self._send(self.next_batch().SerializeToString())
+        except (aio.InternalError, BulkLost):
+            self._is_writing = True
 
     def next_batch(self) -> CallBatch:
         batch, size_bytes = CallBatch(), 0
@@ -238,6 +262,9 @@ class ServedCalls:
         # number, outcome, whether the call was counted by `enter`
         self._unsent: deque[tuple[int, Outcome, bool]] = deque()
         self._wake = ChangeEvent()
+        self._is_writing = True  # the task that writes has something to do, has not begun, or has ended
+        # sends the rest of a message, with what `_count_out` takes then
+        self._rest: tuple[Coroutine[Any, Any, None], tuple[int, int]] | None = None
         self._below_limit = asyncio.Event()
         self._stopping = False
 
@@ -273,6 +300,9 @@ class ServedCalls:
             pass  # the connection broke, and the caller notices this by itself
         finally:
             self._has_ended = True
+            if self._rest is not None:
+                self._rest[0].close()
+                self._count_out(self._rest[1])
             for one in list(self._open.values()):  # this task may have been cancelled, and then its group
                 one.cancel()
             for _, outcome, counted in self._unsent:
@@ -346,7 +376,8 @@ class ServedCalls:
         if ended.cancelled() or self._has_ended:
             self._calls.leave()
         else:
-            self._put(call.number, _checked(call.method, later.reply()), counted=True)
+            outcome = _checked(call.method, later.reply())
+            self._put(call.number, outcome, counted=True, at_once=not self._open)
         if self._stopping:
             self._wake.notify()
 
@@ -369,34 +400,69 @@ class ServedCalls:
         if self._stopping:
             self._wake.notify()
 
-    def _put(self, number: int, outcome: Outcome, *, counted: bool) -> None:
+    def _put(self, number: int, outcome: Outcome, *, counted: bool, at_once: bool = False) -> None:
         self._unsent.append((number, outcome, counted))
         self._room.take(_answer_bytes(outcome))
-        self._wake.notify()
+        if not (at_once and self._sends_at_once()):
+            self._wake.notify()
+
+    def _sends_at_once(self) -> bool:
+        """Send the only answer, where the transport can do that without the task that writes. Return whether
+        that was done.
+        """
+        if self._is_writing or len(self._unsent) > 1:
+            return False
+        assert isinstance(self._context, BulkContext)
+        raw, sent = self._next_batch()
+        try:
+            rest = self._context.begin_to_write(raw)
+        except aio.BaseError:
+            rest = None  # the reader learns it
+        if rest is None:
+            self._count_out(sent)
+            return True
+        self._rest = rest, sent
+        return False
 
     async def _write(self) -> None:
         while not self._stopping or self._open or self._unsent:
+            self._is_writing = not isinstance(self._context, BulkContext)
             await self._wake.wait()
+            self._is_writing = True
             if len(self._open) > len(self._unsent):
                 await _let_others_queue()
             self._wake.clear()
-            while self._unsent:
-                batch, counted, size_bytes = AnswerBatch(), 0, 0
-                while self._unsent and size_bytes < _BATCH_BYTES and len(batch.answers) < BATCH_CALLS_MAX:
-                    number, (code, details, reply), was_counted = self._unsent.popleft()
-                    batch.answers.add(number=number, status=code.value[0], details=details, reply=reply)
-                    counted += was_counted
-                    size_bytes += len(reply) + len(details)
+            while self._rest is not None or self._unsent:
+                if self._rest is not None:
+                    (writing, sent), self._rest = self._rest, None
+                else:
+                    raw, sent = self._next_batch()
+                    writing = self._context.write(raw)
                 try:
                     async with asyncio.timeout(ANSWER_S_MAX):
-                        await self._context.write(batch.SerializeToString())
+                        await writing
                 except TimeoutError:
                     raise PeerError(f"it read no answer for {ANSWER_S_MAX:g} s") from None
+                except BulkLost:
+                    return
                 finally:
-                    self._room.release(size_bytes)
-                    for _ in range(counted):
-                        self._calls.leave()
+                    self._count_out(sent)
                 self._below_limit.set()
+
+    def _next_batch(self) -> tuple[bytes, tuple[int, int]]:
+        """Return a message with queued answers, their size in the queue, and how many of them count."""
+        batch, counted, size_bytes = AnswerBatch(), 0, 0
+        while self._unsent and size_bytes < _BATCH_BYTES and len(batch.answers) < BATCH_CALLS_MAX:
+            number, (code, details, reply), was_counted = self._unsent.popleft()
+            batch.answers.add(number=number, status=code.value[0], details=details, reply=reply)
+            counted += was_counted
+            size_bytes += len(reply) + len(details)
+        return batch.SerializeToString(), (size_bytes, counted)
+
+    def _count_out(self, sent: tuple[int, int]) -> None:
+        self._room.release(sent[0])
+        for _ in range(sent[1]):
+            self._calls.leave()
 
 
 def _answer_bytes(outcome: Outcome) -> int:

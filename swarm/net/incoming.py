@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any, Protocol
 
@@ -76,6 +76,13 @@ class BulkContext:
         """Send a message. Raises aio.BaseError when the connection broke."""
         try:
             await self._connection.send(FrameKind.DATA, message)
+        except BulkLost as lost:
+            raise _Broke(str(lost)) from None
+
+    def begin_to_write(self, message: bytes) -> Coroutine[Any, Any, None] | None:
+        """Send a message, as `BulkSocket.begin_to_send`, with the errors of `write`."""
+        try:
+            return self._connection.begin_to_send(FrameKind.DATA, message)
         except BulkLost as lost:
             raise _Broke(str(lost)) from None
 

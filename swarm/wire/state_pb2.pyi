@@ -90,12 +90,6 @@ class ChunksRequest(_message.Message):
     indices: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, run: _Optional[str] = ..., lease: _Optional[bytes] = ..., indices: _Optional[_Iterable[int]] = ...) -> None: ...
 
-class ChunkHeader(_message.Message):
-    __slots__ = ("index",)
-    INDEX_FIELD_NUMBER: _ClassVar[int]
-    index: int
-    def __init__(self, index: _Optional[int] = ...) -> None: ...
-
 class CloseRequest(_message.Message):
     __slots__ = ("run", "lease")
     RUN_FIELD_NUMBER: _ClassVar[int]

@@ -67,8 +67,8 @@ def test_a_peer_begins_again_only_after_it_has_ended() -> None:
 
 @pytest.mark.slow
 def test_a_crowd_of_several_networks_is_measured_in_the_short_form() -> None:
-    attacked = AttackedRun(members=2, crowds=(Crowd(3, 2),), turns=1)
-    found = attacks.rows(lambda text: None, Plan(window_s=1.0, floods=(), attacked_runs=(attacked,)))
+    attacked = AttackedRun(members=2, crowds=(Crowd(3, 2),), turns=1, window_s=1.0)
+    found = attacks.rows(lambda text: None, Plan(floods=(), attacked_runs=(attacked,)))
     assert [row.identifier for row in found] == ["attacks-2-3-2-pace", "attacks-2-3-2-processor"]
     assert not any(row.ours.reasons for row in found)
     assert [crowd.pace_min for crowd in CROWDS] == [0.95, 0.95, 0.95, 0.9]

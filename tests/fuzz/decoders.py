@@ -26,7 +26,7 @@ from averaging.history.receipts import (
     encode_receipt,
     receipt_statement,
 )
-from averaging.optim.exchange import chunk_head, parse_chunks_request, unpack_chunk
+from averaging.optim.exchange import parse_chunks_request
 from averaging.optim.progress.logic.reports import ProgressReport, ProgressTotal
 from averaging.optim.state.snapshot import ALIGNMENT_BYTES, encode_snapshot, read_header, read_tensors
 from averaging.optim.state.training_state import TrainingState
@@ -343,7 +343,6 @@ def all_decoders() -> list[Decoder]:
         Decoder("header of a snapshot", _with_header(_state), [_header_seed()]),
         Decoder("header of a training state", _with_header(_load_state), [_header_seed()]),
         Decoder("request for chunks", parse_chunks_request, [b"\x0a\x01r\x12\x02aa\x1a\x01\x00"]),
-        Decoder("chunk", unpack_chunk, [chunk_head(3) + b"values"]),
         Decoder("frame", unpack, [b"\x04\x00\x00\x00\x0a\x02\x0a\x00payload"]),
         Decoder("places", lambda raw: decode_places(raw, 9), [b"\xff\x01"]),
         Decoder("clipped places", lambda raw: check_clipped(raw, b"\xff\x01", 9), [b"\xff\x01"]),

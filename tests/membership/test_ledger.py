@@ -127,7 +127,7 @@ def test_only_peers_with_a_fault_that_are_no_electors_share_an_account() -> None
     rounds_passed_over(ledger, MEMBERS[2])
     ledger.fault(MEMBERS[0], 0.0)
     assert ledger.is_passed_over(MEMBERS[2])
-    assert not ledger.is_passed_over(MEMBERS[2], is_elector=True)
+    assert not ledger.is_passed_over(MEMBERS[2], electors=MEMBERS[2:3])
     assert not ledger.is_passed_over(MEMBERS[3])
 
 

@@ -31,8 +31,8 @@ def forged(epoch: int, value: float = 777.0) -> TrainingState:
 class HalfTrueDonor(Donor):
     """A donor that declares the true digests and sends every second chunk changed."""
 
-    async def _chunk_message(self, view: StateView, index: int) -> bytes:
-        message = await super()._chunk_message(view, index)
+    async def _chunk(self, view: StateView, index: int) -> bytes:
+        message = await super()._chunk(view, index)
         return message if index % 2 == 0 else message[:-1] + bytes([message[-1] ^ 1])
 
 

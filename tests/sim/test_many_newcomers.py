@@ -23,8 +23,8 @@ class _Uplink(Donor):
 
     free_s = 0.0
 
-    async def _chunk_message(self, view: StateView, index: int) -> bytes:
-        chunk = await super()._chunk_message(view, index)
+    async def _chunk(self, view: StateView, index: int) -> bytes:
+        chunk = await super()._chunk(view, index)
         now_s = asyncio.get_running_loop().time()
         self.free_s = max(self.free_s, now_s) + len(chunk) / BYTES_PER_S
         await asyncio.sleep(self.free_s - now_s)

@@ -9,7 +9,7 @@ import asyncio
 import pytest
 import torch
 
-from averaging.optim.exchange import chunk_head, parse_chunks_request
+from averaging.optim.exchange import parse_chunks_request
 from averaging.optim.state.donor import Donor
 from averaging.optim.state.download import Download, DownloadedState
 from averaging.optim.state.snapshot import CHUNK_BYTES
@@ -67,8 +67,8 @@ class _Slow(Donor):
 
     free_s = 0.0
 
-    async def _chunk_message(self, view: StateView, index: int) -> bytes:
-        chunk = await super()._chunk_message(view, index)
+    async def _chunk(self, view: StateView, index: int) -> bytes:
+        chunk = await super()._chunk(view, index)
         now_s = asyncio.get_running_loop().time()
         self.free_s = max(self.free_s, now_s) + len(chunk) / (50e6 / 8)
         await asyncio.sleep(self.free_s - now_s)
@@ -105,8 +105,8 @@ class _Liar(Donor):
     async def on_chunks(self, first: state_pb2.ChunksRequest, stream: Stream) -> None:
         request = first
         while True:
-            for index in request.indices:
-                await stream.send(chunk_head(index) + bytes(CHUNK_BYTES))
+            for _ in request.indices:
+                await stream.send(bytes(CHUNK_BYTES))
             message = await stream.receive()
             if message is None:
                 return

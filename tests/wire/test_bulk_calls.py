@@ -5,17 +5,20 @@ where it breaks, or where it is refused, they use gRPC.
 from __future__ import annotations
 
 import asyncio
+import socket
 
 import pytest
 
 from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError
 from swarm.core.ids import PeerId
 from swarm.net import server, shared_calls
+from swarm.net.bulk_socket import BulkLost, BulkSocket
 from swarm.net.calls import BATCH_BYTES_MAX, CALLS_NAME
 from swarm.net.channels import Channels
 from swarm.net.logic.sealing import TAG_BYTES, BulkSecret, FrameKind, frame_bytes
-from swarm.net.rpc import Method
+from swarm.net.rpc import Later, Method
 from swarm.net.server import CallLimits
+from swarm.testing.identities import SeededIdentity
 from swarm.wire import peer_pb2
 from tests.wire.bulk_pair import BulkPair, bulk_pair, is_closed, until
 from tests.wire.event_loop import run_on_loop
@@ -267,5 +270,61 @@ def test_too_large_message_of_calls_ends_its_connection_by_its_header() -> None:
             await loop.sock_sendall(raw, FrameKind.DATA.to_bytes(4, "little") + size.to_bytes(4, "little"))
             assert await is_closed(raw, within_s=2.0)
             raw.close()
+
+    run_on_loop(scenario())
+
+
+def test_large_answer_without_a_task_is_sent_whole_and_counted_out() -> None:
+    large = Method(
+        name="/swarm.Test/Large", request=peer_pb2.Hello, reply=peer_pb2.Hello, reply_bytes_max=2 << 20
+    )
+
+    async def scenario() -> None:
+        def begin(peer_id: PeerId, request: peer_pb2.Hello) -> Later[peer_pb2.Hello]:
+            ended = asyncio.get_running_loop().create_future()
+            asyncio.get_running_loop().call_soon(ended.set_result, None)
+            return Later(ended, lambda: peer_pb2.Hello(agent=request.agent * (1 << 20)), lambda: None)
+
+        async with bulk_pair() as pair:
+            pair.handlers.unary(ECHO, echo)
+            pair.handlers.deferred(large, begin, echo)
+            await often(pair)
+            await until(lambda: uses_bulk(pair))
+            for letter in "abc":
+                assert await call(pair, letter, large) == letter * (1 << 20)
+                assert await call(pair, "small") == "small"
+            await until(lambda: pair.server.calls.total == 0)
+            assert not pair.server.room.size_bytes
+
+    run_on_loop(scenario())
+
+
+def test_frame_that_the_system_takes_in_part_is_sent_whole_before_the_next_one() -> None:
+    async def scenario() -> None:
+        ends = socket.socketpair()
+        secret = BulkSecret(bytes(32), SeededIdentity("a").peer_id, SeededIdentity("b").peer_id)
+        for one in ends:
+            one.setblocking(False)
+        sender, receiver = (BulkSocket(one, secret, is_caller=n == 0) for n, one in enumerate(ends))
+        messages = [bytes([number]) * (1 << 20) for number in range(4)]
+        rest = None
+        for sent, message in enumerate(messages, start=1):  # noqa: B007  used below
+            rest = sender.begin_to_send(FrameKind.DATA, message)
+            if rest is not None:
+                break
+        assert rest is not None
+        sending = asyncio.create_task(rest)
+        for message in messages[:sent]:
+            assert await receiver.receive() == (FrameKind.DATA, message)
+        await sending
+        assert sender.begin_to_send(FrameKind.DATA, b"small") is None
+        assert await receiver.receive() == (FrameKind.DATA, b"small")
+
+        while (rest := sender.begin_to_send(FrameKind.DATA, messages[0])) is None:
+            pass
+        with pytest.raises(BulkLost, match="sent in part"):
+            sender.begin_to_send(FrameKind.DATA, b"too early")
+        rest.close()
+        receiver.close()
 
     run_on_loop(scenario())

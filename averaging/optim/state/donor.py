@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from averaging.blocklist import PeerBlocklist
-from averaging.optim.exchange import chunk_head, parse_chunks_request
+from averaging.optim.exchange import parse_chunks_request
 from averaging.optim.peer_node import PeerNode
 from averaging.optim.state.encoding import EXACT, STATE_CODECS, encode_view
 from averaging.optim.state.snapshot import CHUNK_BYTES
@@ -301,7 +301,7 @@ class Donor:
                     raise PeerError(f"the state has {view.chunks} chunks; there is no number {index}")
                 if self._leases.get(request.lease) is not lease:
                     raise PeerError("this lease is over: open the state again")
-                await self._send(stream, await self._chunk_message(view, index))
+                await self._send(stream, await self._chunk(view, index))
                 lease.sent.add(index)
                 lease.used_s = self._node.clock.monotonic_s()
                 if not lease.copying and self._takes_long(lease, view):
@@ -332,15 +332,13 @@ class Donor:
         sent = len(lease.sent)
         return took_s > COPY_AFTER_S and took_s * (view.chunks - sent) > COPY_WORTH_S * sent
 
-    async def _chunk_message(self, view: StateView, index: int) -> bytes:
-        """Return the message for a chunk, assembled in one copy."""
-        head = chunk_head(index)
-        message = view.chunk_without_waiting(index, head)
-        if message is None:  # from live tensors: in the pool, since it waits while they are being changed
-            message = await asyncio.get_running_loop().run_in_executor(
-                self._node.network.pool, view.chunk, index, head
+    async def _chunk(self, view: StateView, index: int) -> bytes:
+        chunk = view.chunk_without_waiting(index)
+        if chunk is None:  # from live tensors: in the pool, since it waits while they are being changed
+            chunk = await asyncio.get_running_loop().run_in_executor(
+                self._node.network.pool, view.chunk, index
             )
-        return message
+        return chunk
 
     def _leased_view(self, digest: bytes) -> StateView | None:
         """Return the leased view with this digest."""

@@ -364,13 +364,17 @@ class Download:
         known = {offer.contact.peer_id for offer in offers} | self.failures.keys()
         spares = deque(contact for contact in donors if contact.peer_id not in known)
         live = [offer for offer in candidates if offer.contact.peer_id not in self.liars]
+        asyncio.get_running_loop().run_in_executor(self.pool, partial.allocate_pages)
         while not partial.complete and live:
-            async with asyncio.TaskGroup() as group:
-                # no donor takes chunks that others could deliver
-                ahead = max(1, min(BATCH, len(partial.missing) // (2 * len(live))))
-                for offer in live:
-                    task = group.create_task(self._fetch_with_spares(offer, partial, spares, offers, ahead))
-                    partial.tasks.add(task)
+            try:
+                async with asyncio.TaskGroup() as group:
+                    # no donor takes chunks that others could deliver
+                    ahead = max(1, min(BATCH, len(partial.missing) // (2 * len(live))))
+                    for offer in live:
+                        fetching = self._fetch_with_spares(offer, partial, spares, offers, ahead)
+                        partial.tasks.add(group.create_task(fetching))
+            finally:
+                partial.settle()
             partial.tasks.clear()
             live = [] if partial.complete else await self._reopen(first, donors, offers)
         if not partial.complete:

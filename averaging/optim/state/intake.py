@@ -1,5 +1,5 @@
-"""Verification of the chunks of a state as they arrive: threads of the pool compare them with the digests
-that the donor declared, and copy them to their place.
+"""Verification of the chunks of a state: each is received in its place, and threads of the pool compare it
+with the digest that the donor declared.
 
 While chunks are checked the next one is received: hashing, and slow allocation of memory pages by the
 system, do not delay a download while another core is free. At most two chunks of each donor are being
@@ -14,14 +14,18 @@ from collections.abc import Callable, Container, Iterable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
-from averaging.optim.exchange import unpack_chunk
-from averaging.optim.state.snapshot import CHUNK_BYTES, Blob, allocate_zeros, chunk_digest, copy_bytes
+from averaging.optim.state.snapshot import (
+    CHUNK_BYTES,
+    Blob,
+    allocate_pages,
+    allocate_zeros,
+    chunk_digest,
+)
 from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError
 from swarm.core.ids import PeerId
 from swarm.net.rpc import Stream
 
-# chunks of one donor at once: in a virtual machine two threads allocate their memory pages in half the time
-_CHECKED_MAX = 2
+_CHECKED_MAX = 2  # chunks of one donor at once
 
 
 @dataclass(slots=True)
@@ -36,6 +40,12 @@ class PartialState:
     have: set[int] = field(default_factory=set)
     given: dict[PeerId, int] = field(default_factory=dict)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    # places in which a donor's chunk arrives or is checked; what another one sends is received beside them
+    _lent: dict[int, memoryview] = field(default_factory=dict)
+    _beside: dict[int, memoryview] = field(
+        default_factory=dict
+    )  # verified chunks that are not in their place
+    _is_settled: bool = False
 
     @classmethod
     def begin(
@@ -67,6 +77,26 @@ class PartialState:
         """Return the memory of a chunk."""
         return memoryview(self.blob)[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
 
+    def allocate_pages(self) -> None:
+        """Let the system find memory ahead of the chunks, until they have all arrived."""
+        for index in range(len(self.digests)):
+            if self._is_settled or not allocate_pages(self.chunk(index)):
+                return
+
+    def lend(self, index: int) -> memoryview:
+        """Return the memory in which to receive a chunk: its place, or, where the chunk is there or another
+        donor's may arrive there, other memory. It belongs to the caller until `give_back`.
+        """
+        if index in self.have or index in self._lent:
+            return memoryview(bytearray(len(self.chunk(index))))
+        place = self._lent[index] = self.chunk(index)
+        return place
+
+    def give_back(self, index: int, memory: memoryview) -> None:
+        """Take back what was lent for a chunk that was not received, or is not what was declared."""
+        if self._lent.get(index) is memory:
+            del self._lent[index]
+
     def take(self, count: int) -> list[int]:
         """Return the next chunks to ask for, at most `count`."""
         taken = [self.missing.popleft() for _ in range(min(count, len(self.missing)))]
@@ -84,20 +114,30 @@ class PartialState:
             None,
         )
 
-    def record_received(self, index: int, peer: PeerId) -> int:
-        """Record that a chunk was verified and is in its place. The last one cancels the tasks of donors
-        still at work. Return the number of new bytes.
+    def record_received(self, index: int, memory: memoryview, peer: PeerId) -> int:
+        """Record that the chunk in memory that was lent was verified. The last one cancels the tasks of
+        donors still at work. Return the number of new bytes.
         """
         new_bytes = 0
         if index not in self.have:
             self.have.add(index)
-            new_bytes = len(self.chunk(index))
+            new_bytes = len(memory)
+            if self._lent.get(index) is not memory:
+                self._beside[index] = memory
             self.given[peer] = self.given.get(peer, 0) + new_bytes
+        self.give_back(index, memory)
         self.requested[index] -= 1
         if self.complete:
             for task in self.tasks - {asyncio.current_task()}:
                 task.cancel()
         return new_bytes
+
+    def settle(self) -> None:
+        """Copy chunks that were received beside their place to it. No donor sends anything any more."""
+        self._is_settled = True
+        for index, memory in self._beside.items():
+            self.chunk(index)[:] = memory
+        self._beside.clear()
 
     def return_undelivered(self, indices: Iterable[int]) -> None:
         """Make chunks available again that a donor did not deliver."""
@@ -120,8 +160,8 @@ class Intake:
     on_new: Callable[[int], None]  # called with the number of valid bytes that were not there before
     requested: deque[int] = field(default_factory=deque)  # requested and not received
     lie: str = ""  # why the donor is known to lie; "" if it is not
-    # chunks that are being checked
-    _checked: deque[tuple[int, asyncio.Future[bool]]] = field(default_factory=deque)
+    # chunks that are being checked, and the memory that they are in
+    _checked: deque[tuple[int, memoryview, asyncio.Future[bool]]] = field(default_factory=deque)
     _waiting: asyncio.Timeout | None = None  # the wait for the next chunk, if there is one
     _is_waiting_checked: bool = False
     _closed: bool = False
@@ -129,12 +169,30 @@ class Intake:
     async def receive(self) -> None:
         """Receive the next chunk and start its check.
 
-        Raises PeerError when it or one before it is not what was requested or declared, DeadlineExceeded
-        after `timeout_s` of silence, and NetworkError.
+        Raises PeerError when it or one before it is not what was declared, DeadlineExceeded after `timeout_s`
+        of silence, and NetworkError.
         """
+        index = self.requested[0]
+        memory = self.partial.lend(index)
+        try:
+            size_bytes = await self._receive_into(memory)
+            await self.wait_checked(_CHECKED_MAX - 1)
+            if size_bytes is None:
+                raise PeerError("stopped before it had sent what was asked for")
+        except BaseException:
+            self.partial.give_back(index, memory)
+            raise
+        self.requested.popleft()
+        checked = asyncio.get_running_loop().run_in_executor(
+            self.pool, _is_valid, memory, size_bytes, self.digests[index]
+        )
+        self._checked.append((index, memory, checked))
+        checked.add_done_callback(self._on_check_end)
+
+    async def _receive_into(self, memory: memoryview) -> int | None:
         try:
             async with asyncio.timeout(self.timeout_s) as self._waiting:
-                message = await self.stream.receive()
+                return await self.stream.receive_into(memory)
         except TimeoutError:
             raise (
                 PeerError(self.lie)
@@ -143,19 +201,6 @@ class Intake:
             ) from None
         finally:
             self._waiting = None
-        await self.wait_checked(_CHECKED_MAX - 1)
-        if message is None:
-            raise PeerError("stopped before it had sent what was asked for")
-        index, payload = unpack_chunk(message)
-        if index != self.requested[0]:
-            raise PeerError(f"sent chunk {index} where {self.requested[0]} was asked for")
-        self.requested.popleft()
-        place = self.partial.chunk(index)
-        checked = asyncio.get_running_loop().run_in_executor(
-            self.pool, _copy_if_valid, payload, self.digests[index], place
-        )
-        self._checked.append((index, checked))
-        checked.add_done_callback(self._on_check_end)
 
     @property
     def checking(self) -> bool:
@@ -169,7 +214,7 @@ class Intake:
         self._is_waiting_checked = True
         try:
             while len(self._checked) > left and not self.lie:
-                first = self._checked[0][1]
+                first = self._checked[0][2]
                 await asyncio.wait((first,))
                 if first.cancelled():
                     raise NetworkError("was given up: this node closes")
@@ -184,7 +229,9 @@ class Intake:
         delivered.
         """
         self._closed = True
-        return [*self.requested, *(index for index, _ in self._checked)]
+        for index, memory, _ in self._checked:
+            self.partial.give_back(index, memory)
+        return [*self.requested, *(index for index, *_ in self._checked)]
 
     def _on_check_end(self, checked: asyncio.Future[bool]) -> None:
         """Handle the end of a check, perhaps while the next chunk is waited for: that wait ends now if this
@@ -197,13 +244,13 @@ class Intake:
 
     def _process_ended_checks(self) -> None:
         """Handle the checks that have ended, in the order of their chunks."""
-        while self._checked and self._checked[0][1].done() and not self.lie:
-            index, checked = self._checked[0]
+        while self._checked and self._checked[0][2].done() and not self.lie:
+            index, memory, checked = self._checked[0]
             if checked.cancelled():
                 return
             if checked.result():
                 self._checked.popleft()
-                self.on_new(self.partial.record_received(index, self.peer))
+                self.on_new(self.partial.record_received(index, memory, self.peer))
             else:
                 self.lie = (
                     f"sent a chunk {index} whose digest differs from the declared one: it lies, or its "
@@ -211,11 +258,6 @@ class Intake:
                 )
 
 
-def _copy_if_valid(payload: memoryview, digest: bytes, place: memoryview) -> bool:
-    """Copy a chunk to its place if its digest is the declared one, and return whether it is. Threads that
-    write to the same place write the same bytes.
-    """
-    if len(payload) != len(place) or chunk_digest(payload) != digest:
-        return False
-    copy_bytes(payload, place)
-    return True
+def _is_valid(memory: memoryview, size_bytes: int, digest: bytes) -> bool:
+    """Return whether a message of this size, received into memory for a chunk, is the declared chunk."""
+    return size_bytes == len(memory) and chunk_digest(memory) == digest

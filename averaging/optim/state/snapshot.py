@@ -9,8 +9,11 @@ blobs.
 from __future__ import annotations
 
 import bisect
+import ctypes
 import math
+import mmap
 import struct
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -43,6 +46,7 @@ _DTYPES = {
     )
 }
 DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_MADV_POPULATE_WRITE = 23  # of Linux 5.14
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +163,19 @@ def copy_bytes(source: memoryview, target: memoryview) -> None:
     numpy.copyto(numpy.frombuffer(target, dtype=numpy.uint8), numpy.frombuffer(source, dtype=numpy.uint8))
 
 
+def allocate_pages(memory: memoryview) -> bool:
+    """Let the system find memory for the pages of new memory that were not written yet, without changing what
+    is in them and without the interpreter's lock. In a virtual machine this may take longer than writing
+    them. Return whether the system can do that.
+    """
+    if sys.platform != "linux":
+        return False
+    start = numpy.frombuffer(memory, dtype=numpy.uint8).ctypes.data
+    begin, end = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, start + len(memory)
+    length = ctypes.c_size_t(max(end - begin, 0))
+    return not ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), length, _MADV_POPULATE_WRITE)
+
+
 def range_of(dtype: torch.dtype) -> tuple[int, int]:
     """Return the smallest and the largest value of an integer type, or of bool."""
     if dtype is torch.bool:
@@ -168,10 +185,14 @@ def range_of(dtype: torch.dtype) -> tuple[int, int]:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Return whether all numbers are finite. One pass without a temporary: both NaN and infinity show in
-    the minimum and the maximum.
+    """Return whether all numbers are finite, in one pass without a temporary: terms of a finite sum are
+    finite. Where the sum is not, although it may only be too large, both NaN and infinity show in the minimum
+    and the maximum.
     """
     if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    if tensor.sum(dtype=wide).isfinite():
         return True
     return bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
 

@@ -147,25 +147,25 @@ class StateView:
                 return chunk_digest(self._read(begin, end))
             return pieces_digest(self._live_bytes(begin, end))
 
-    def chunk(self, index: int, before: bytes = b"") -> bytes:
-        """Return one chunk with `before` prepended. Raise PeerError when there was no memory for the copy."""
+    def chunk(self, index: int) -> bytes:
+        """Return one chunk. Raise PeerError when there was no memory for the copy."""
         begin, end = self._bounds(index)
         if index >= self._copied and not self._on_device:
             with self._lock:
                 if self._is_live(index):
-                    return b"".join((before, *self._live_bytes(begin, end)))
-        return b"".join((before, self._read(begin, end)))
+                    return b"".join(self._live_bytes(begin, end))
+        return bytes(self._read(begin, end))
 
-    def chunk_without_waiting(self, index: int, before: bytes = b"") -> bytes | None:
+    def chunk_without_waiting(self, index: int) -> bytes | None:
         """Return the result of `chunk` without waiting; None when the chunk is not copied yet and either a
         writer has the lock or the tensors are on a device.
         """
         if index < self._copied:
-            return self.chunk(index, before)
+            return self.chunk(index)
         if self._on_device or not self._lock.acquire(blocking=False):
             return None
         try:
-            return self.chunk(index, before) if self._is_live(index) else None
+            return self.chunk(index) if self._is_live(index) else None
         finally:
             self._lock.release()
 

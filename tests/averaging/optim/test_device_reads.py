@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from averaging.optim.exchange import unpack_chunk
 from averaging.optim.state import checkpoint, device_reads
 from averaging.optim.state.device_reads import CudaReader, PlainReader
 from averaging.optim.state.donor import Donor
@@ -273,7 +272,7 @@ def test_a_donor_waits_for_the_device_only_in_the_pool_and_copies_once_for_two_j
                 await donor.on_chunks(
                     state_pb2.ChunksRequest(run="run", lease=reply.lease, indices=indices), stream
                 )
-                got.append(b"".join(bytes(unpack_chunk(message)[1]) for message in stream.sent))
+                got.append(b"".join(stream.sent))
             return got
 
     assert asyncio.run(main()) == [expected, expected]

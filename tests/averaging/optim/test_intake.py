@@ -5,17 +5,20 @@ one is detected.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sys
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor, Future
 from typing import Any
 
+import psutil
 import pytest
 
-from averaging.optim.exchange import chunk_head
 from averaging.optim.state.intake import Intake, PartialState
-from averaging.optim.state.snapshot import CHUNK_BYTES, chunk_digest
+from averaging.optim.state.snapshot import CHUNK_BYTES, allocate_pages, chunk_digest
 from swarm.core.errors import NetworkError, PeerError
 from swarm.core.ids import PeerId
+from swarm.net.rpc import copy_into
 from swarm.testing.network import SimulatedNetwork
 
 CHUNKS = 4
@@ -46,26 +49,34 @@ class Sent:
 
     def __init__(self, peer_id: PeerId, messages: list[bytes]) -> None:
         self.peer_id, self._messages = peer_id, messages
-        self.waited_for = asyncio.Event()
+        self.waited_for, self._has_sent = asyncio.Event(), asyncio.Event()
 
-    async def receive(self) -> bytes | None:
+    async def receive_into(self, buffer: memoryview) -> int | None:
         if not self._messages:
             self.waited_for.set()
-            await asyncio.Event().wait()
-        return self._messages.pop(0)
+            await self._has_sent.wait()
+        return copy_into(self._messages.pop(0), buffer)
+
+    def send_now(self, message: bytes) -> None:
+        self._messages.append(message)
+        self._has_sent.set()
 
     async def send(self, message: bytes) -> None:
         raise AssertionError
 
+    receive = send  # type: ignore[assignment]
     finish = None  # type: ignore[assignment]
     cancel = None  # type: ignore[assignment]
 
 
 def play(
-    messages: list[bytes], scenario: Callable[[Intake, HeldPool, Sent, list[int]], Awaitable[None]]
+    messages: list[bytes],
+    scenario: Callable[[Intake, HeldPool, Sent, list[int]], Awaitable[None]],
+    prepare: Callable[[PartialState], None] = lambda partial: None,
 ) -> PartialState:
     digests = tuple(chunk_digest(chunk(index)) for index in range(CHUNKS))
     partial = PartialState.begin(digests, CHUNKS * CHUNK_BYTES, None)
+    prepare(partial)
 
     async def main() -> None:
         peer = SimulatedNetwork(1).peer().peer_id
@@ -76,10 +87,6 @@ def play(
 
     asyncio.run(main())
     return partial
-
-
-def message(index: int, payload: bytes | None = None) -> bytes:
-    return chunk_head(index) + (chunk(index) if payload is None else payload)
 
 
 def test_a_false_chunk_ends_the_wait_for_the_next() -> None:
@@ -94,18 +101,20 @@ def test_a_false_chunk_ends_the_wait_for_the_next() -> None:
         assert intake.close() == [1, 2, 3, 0]
         assert not new
 
-    partial = play([message(0, bytes(CHUNK_BYTES))], scenario)
-    assert bytes(partial.chunk(0)) == bytes(CHUNK_BYTES)
-    assert not partial.have
+    assert not play([bytes(CHUNK_BYTES)], scenario).have
 
 
-def test_a_chunk_that_is_too_short_fails_its_digest() -> None:
+@pytest.mark.parametrize("wrong", [chunk(0)[:-1], chunk(0) + b"x"])
+def test_a_chunk_of_another_length_fails_its_digest(wrong: bytes) -> None:
     async def scenario(intake: Intake, pool: HeldPool, stream: Sent, new: list[int]) -> None:
         await intake.receive()
         pool.work()
         await _fails(intake.wait_checked(), PeerError, "chunk 0 whose digest")
 
-    assert not play([message(0, chunk(0)[:-1])], scenario).have
+    def hold_the_right_chunk(partial: PartialState) -> None:
+        partial.chunk(0)[:] = chunk(0)  # an earlier donor has sent it, and was given up before its check
+
+    assert not play([wrong], scenario, hold_the_right_chunk).have
 
 
 def test_two_chunks_are_checked_at_once_and_a_third_waits() -> None:
@@ -133,7 +142,7 @@ def test_two_chunks_are_checked_at_once_and_a_third_waits() -> None:
         assert not intake.checking
         assert intake.close() == [3]
 
-    partial = play([message(index) for index in range(3)], scenario)
+    partial = play([chunk(index) for index in range(3)], scenario)
     assert partial.have == {0, 1, 2}
     assert all(bytes(partial.chunk(index)) == chunk(index) for index in partial.have)
 
@@ -148,7 +157,7 @@ def test_a_check_that_ends_after_close_is_ignored() -> None:
         assert not new
         assert list(intake.partial.missing) == [1, 2, 3, 0]
 
-    assert not play([message(0)], scenario).have
+    assert not play([chunk(0)], scenario).have
 
 
 def test_a_closing_node_ends_the_wait_with_an_error() -> None:
@@ -157,7 +166,73 @@ def test_a_closing_node_ends_the_wait_with_an_error() -> None:
         pool.held[0][0].cancel()
         await _fails(intake.wait_checked(), NetworkError, "this node closes")
 
-    play([message(0)], scenario)
+    play([chunk(0)], scenario)
+
+
+@pytest.mark.parametrize("late", [chunk(0), bytes(CHUNK_BYTES)])
+@pytest.mark.parametrize("is_late", [True, False])
+def test_a_late_donor_does_not_overwrite_what_another_has_sent(late: bytes, is_late: bool) -> None:
+    """The late chunk arrives when the other one has been checked, or while it is checked."""
+
+    async def scenario(intake: Intake, pool: HeldPool, stream: Sent, new: list[int]) -> None:
+        partial = intake.partial
+        partial.requested.update([0])
+        second = SimulatedNetwork(2).peer().peer_id
+        other = Intake(partial, second, Sent(second, [chunk(0)]), intake.digests, pool, 60.0, new.append)
+        other.requested.append(0)
+        arrives = asyncio.create_task(intake.receive())
+        await stream.waited_for.wait()
+        await other.receive()
+        if is_late:
+            pool.work()
+            await other.wait_checked()
+        stream.send_now(late)
+        await arrives
+        while pool.held:
+            pool.work()
+        await other.wait_checked()
+        with contextlib.suppress(PeerError):
+            await intake.wait_checked()
+        assert new == ([CHUNK_BYTES, 0] if late == chunk(0) else [CHUNK_BYTES])
+        assert bool(intake.lie) == (late != chunk(0))
+        assert set(partial.given) <= {intake.peer, second}
+        for one in (intake, other):
+            partial.return_undelivered(one.close())
+
+    partial = play([], scenario)
+    partial.settle()
+    assert bytes(partial.chunk(0)) == chunk(0)
+    assert partial.have == {0}
+    assert 0 not in partial.missing
+
+
+def test_the_place_of_a_chunk_is_free_again_after_its_donor_has_failed() -> None:
+    async def scenario(intake: Intake, pool: HeldPool, stream: Sent, new: list[int]) -> None:
+        partial = intake.partial
+        arrives = asyncio.create_task(intake.receive())
+        await stream.waited_for.wait()
+        arrives.cancel()
+        await asyncio.wait([arrives])
+        partial.return_undelivered(intake.close())
+        partial.lend(0)[:] = chunk(0)
+        assert bytes(partial.chunk(0)) == chunk(0)
+
+    play([], scenario)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux allocates pages ahead")
+def test_memory_is_allocated_ahead_of_the_chunks_and_keeps_what_is_in_it() -> None:
+    chunks = 64
+    partial = PartialState.begin((b"",) * chunks, chunks * CHUNK_BYTES, None)
+    partial.chunk(3)[:] = chunk(3)
+    assert not bytes(partial.chunk(4)).strip(b"\0")
+    before_bytes = psutil.Process().memory_info().rss
+    if not allocate_pages(partial.chunk(0)):
+        pytest.skip("Linux does this from 5.14 on")
+    partial.allocate_pages()
+    assert psutil.Process().memory_info().rss - before_bytes > (chunks - 8) * CHUNK_BYTES
+    assert bytes(partial.chunk(3)) == chunk(3)
+    assert not bytes(partial.chunk(4)).strip(b"\0")
 
 
 async def _fails(doing: Awaitable[None], kind: type[Exception], words: str) -> None:

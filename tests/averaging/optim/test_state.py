@@ -478,5 +478,9 @@ def test_one_number_that_is_not_finite_is_found(dtype: torch.dtype, bad: float) 
         assert is_finite(values)
         values[at] = bad
         assert not is_finite(values)
+    largest = torch.full((7,), torch.finfo(dtype).max, dtype=dtype)
+    assert is_finite(largest), "although the sum is not"
+    largest[3] = bad
+    assert not is_finite(largest)
     assert is_finite(torch.zeros(0, dtype=dtype))
     assert is_finite(torch.zeros(3, dtype=torch.int32))
