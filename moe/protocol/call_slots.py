@@ -23,14 +23,8 @@ class CallSlots:
         self._open: dict[PeerId, int] = {}  # calls that hold a slot
         self._waiting: dict[PeerId, deque[asyncio.Future[None]]] = {}  # calls that wait for one
 
-    def to(self, peer: PeerId, deadline_s: float) -> CallSlot:
-        """Return a context manager that holds a slot for a call. `deadline_s` is a time of the loop's clock.
-        Entering it raises DeadlineExceeded when no slot was free until then.
-        """
-        return CallSlot(self, peer, deadline_s)
-
     def try_enter(self, peer: PeerId) -> bool:
-        """Take a slot if one is free, and return whether it was."""
+        """Take a slot if one is free, and return whether it was. `leave` gives it back."""
         count = self._open.get(peer, 0)
         if count >= OPEN_MAX:
             return False
@@ -65,19 +59,3 @@ class CallSlots:
             self._open[peer] -= 1
         else:
             del self._open[peer]
-
-
-class CallSlot:
-    """One call's slot. A class, because a generator takes longer, and every call enters it."""
-
-    __slots__ = ("_deadline_s", "_peer", "_slots")
-
-    def __init__(self, slots: CallSlots, peer: PeerId, deadline_s: float) -> None:
-        self._slots, self._peer, self._deadline_s = slots, peer, deadline_s
-
-    async def __aenter__(self) -> None:
-        if not self._slots.try_enter(self._peer):
-            await self._slots.wait(self._peer, self._deadline_s)
-
-    async def __aexit__(self, *_: object) -> None:
-        self._slots.leave(self._peer)

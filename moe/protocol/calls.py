@@ -399,9 +399,14 @@ class ExpertCalls:
                 f"a call of an expert carries at most {methods.PAYLOAD_BYTES_MAX >> 20} MiB each way: "
                 "split the batch"
             )
-        async with self._slots.to(replica.peer_id, deadline_s):
+        peer = replica.peer_id
+        if not self._slots.try_enter(peer):
+            await self._slots.wait(peer, deadline_s)
+        try:
             send = self._requests.send_together if together else self._requests.send
             reply, payload = await send(replica, part)
+        finally:
+            self._slots.leave(peer)
         _raise_unless_ok(replica, request, reply)
         if len(payload) <= _POOLED_BYTES:
             return reply, expected.read(replica, reply, payload)

@@ -188,7 +188,8 @@ class CallStream:
             self._rest = self._call.begin_to_write(self.next_batch().SerializeToString())
         except aio.InternalError:
             return True  # the reader learns the reason
-        return self._rest is None
+        self._is_writing = self._rest is not None
+        return not self._is_writing
 
     async def _write(self) -> None:
         """Write queued calls. A failed write ends nothing: the reader learns the reason."""
@@ -421,7 +422,7 @@ class ServedCalls:
         if rest is None:
             self._count_out(sent)
             return True
-        self._rest = rest, sent
+        self._rest, self._is_writing = (rest, sent), True
         return False
 
     async def _write(self) -> None:

@@ -78,21 +78,25 @@ def test_a_call_waits_for_a_slot_until_its_deadline() -> None:
 
         async def call(seconds: float) -> None:
             nonlocal under_way, most
-            async with calls.to(peer, loop.time() + 10.0):
-                under_way += 1
-                most = max(most, under_way)
-                await asyncio.sleep(seconds)
-                under_way -= 1
+            if not calls.try_enter(peer):
+                await calls.wait(peer, loop.time() + 10.0)
+            under_way += 1
+            most = max(most, under_way)
+            await asyncio.sleep(seconds)
+            under_way -= 1
+            calls.leave(peer)
 
         await asyncio.gather(*(call(0.01) for _ in range(3 * OPEN_MAX)))
         assert most == OPEN_MAX
         held = [loop.create_task(call(0.3)) for _ in range(OPEN_MAX)]
         await asyncio.sleep(0)
+        assert not calls.try_enter(peer)
         with pytest.raises(DeadlineExceeded, match="64 other calls"):
-            async with calls.to(peer, loop.time() + 0.05):
-                pass
-        async with calls.to(other, loop.time() + 0.05):
-            pass
+            await calls.wait(peer, loop.time() + 0.05)
+        assert calls.try_enter(other)
+        cancelled = loop.create_task(calls.wait(peer, loop.time() + 10.0))
+        await asyncio.sleep(0)
+        cancelled.cancel()
         await asyncio.gather(*held)
         await call(0.0)
         assert under_way == 0

@@ -266,7 +266,7 @@ class RoundMachine:
                 effects += self._mark_failed(found) if isinstance(found, Failure) else [found]
             return effects
         if isinstance(call, do.AskVotes):
-            self.votes.on_answer(call.place)
+            self.votes.on_no_answer(call.place, self._now_s)
             if event.failure is CallFailure.REFUSED:
                 return self._mark_failed(Failure(call.place, f"it does not vote: {event.why}", gave_up=True))
         else:

@@ -23,7 +23,7 @@ from swarm.core.ids import PeerId
 # News is delayed for this long, because a certificate usually follows and then needs no second answer.
 _HOLD_S = 0.1
 _ENDORSE_AGAIN_S = 2.0
-_ASK_AGAIN_S = 0.1  # pause before asking a member again that had no news
+_ASK_AGAIN_S = 0.1  # pause before asking a member again that had no news, or gave no answer
 _ENDORSE_NEXT_S = 0.5  # delay between members, in group order, for asking electors outside of the group
 
 
@@ -56,8 +56,8 @@ class VoteExchange:
         self._asked: set[int] = set()
         self._answered: set[int] = set()
         self._asking: dict[int, int] = {}  # calls in progress -> version of the statement that they carry
-        # members without news -> (time, version of this member's statement) before which they are not asked
-        # again
+        # members without news or an answer -> (time, version of this member's statement) before which they
+        # are not asked again
         self._paused: dict[int, tuple[float, int]] = {}
         self._abridged: set[int] = set()  # members that once sent only a vote, which was known already
         self._decided: dict[int, bytes] = {}  # members that know a certificate -> its result
@@ -250,13 +250,20 @@ class VoteExchange:
             self.left_out.setdefault(place, reason)
         return []
 
-    def on_answer(self, place: int, statement: Statement | None = None) -> None:
-        """Record the end of a call, with or without an answer. A member that answers this one's vote with
-        only its own vote knows a certificate: otherwise an answer has something that the asker does not know,
-        and all votes (`answers`).
+    def on_no_answer(self, place: int, now_s: float) -> None:
+        """Record the end of a call without an answer. One on a broken connection fails at once: the member is
+        asked again after a pause.
+        """
+        self._asking.pop(place, None)
+        self._paused[place] = now_s + _ASK_AGAIN_S, self._own_version
+
+    def on_answer(self, place: int, statement: Statement) -> None:
+        """Record the answer to a call. A member that answers this one's vote with only its own vote knows a
+        certificate: otherwise an answer has something that the asker does not know, and all votes
+        (`answers`).
         """
         sent_vote = self._asking.pop(place, -1) >= self._voted_version
-        if not sent_vote or statement is None or statement.gave_up or not self._is_own_vote(place, statement):
+        if not sent_vote or statement.gave_up or not self._is_own_vote(place, statement):
             return
         if result := statement.votes[0].result:
             self._decided[place] = result

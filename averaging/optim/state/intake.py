@@ -9,6 +9,7 @@ checked.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable
 from concurrent.futures import Executor
@@ -46,7 +47,7 @@ class PartialState:
     _beside: dict[int, memoryview] = field(
         default_factory=dict
     )  # verified chunks that are not in their place
-    _allocating: asyncio.Task[None] | None = None
+    _is_settled: bool = False
 
     @classmethod
     def begin(
@@ -78,20 +79,19 @@ class PartialState:
         """Return the memory of a chunk."""
         return memoryview(self.blob)[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
 
-    def allocate_pages(self, pool: Executor | None) -> asyncio.Task[None]:
-        """Let the system find memory ahead of the chunks, in a thread of the pool, until `settle`. Return the
-        task of that.
+    def allocate_pages(self, pool: Executor | None, begin: int = 0) -> None:
+        """Let the system find memory ahead of the chunks from this one on, in a thread of the pool, until
+        `settle`.
         """
-        self._allocating = asyncio.create_task(self._allocate_pages(pool))
-        return self._allocating
+        chunks = [self.chunk(index) for index in range(begin, min(begin + _ALLOCATED, len(self.digests)))]
+        if chunks and not self._is_settled:
+            allocated = asyncio.get_running_loop().run_in_executor(pool, _allocate_all, chunks)
+            allocated.add_done_callback(functools.partial(self._allocate_more, pool, begin + _ALLOCATED))
 
-    async def _allocate_pages(self, pool: Executor | None) -> None:
-        loop, indices = asyncio.get_running_loop(), range(len(self.digests))
+    def _allocate_more(self, pool: Executor | None, begin: int, allocated: asyncio.Future[bool]) -> None:
         # a few at a time, because a small machine has one thread, which checks the chunks, too
-        for some in (indices[begin : begin + _ALLOCATED] for begin in indices[::_ALLOCATED]):
-            chunks = [self.chunk(index) for index in some]
-            if not await loop.run_in_executor(pool, _allocate_all, chunks):
-                return
+        if not allocated.cancelled() and allocated.result():
+            self.allocate_pages(pool, begin)
 
     def lend(self, index: int) -> memoryview:
         """Return the memory in which to receive a chunk: its place, or, where the chunk is there or another
@@ -144,8 +144,7 @@ class PartialState:
 
     def settle(self) -> None:
         """Copy chunks that were received beside their place to it. No donor sends anything any more."""
-        if self._allocating is not None:
-            self._allocating.cancel()
+        self._is_settled = True
         for index, memory in self._beside.items():
             self.chunk(index)[:] = memory
         self._beside.clear()

@@ -5,7 +5,7 @@ that answered. Runs on the network loop.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 
@@ -19,6 +19,7 @@ from moe.client.replicas.calling import ForwardResult, ReplicaCalls
 from moe.protocol.calls import BackwardReply, GradientPass
 from moe.protocol.errors import ExpertNotInvited
 from swarm.core.errors import DeadlineExceeded, NotEnoughPeers, SwarmError
+from swarm.core.notify import ChangeEvent
 
 
 class BackwardPass:
@@ -66,28 +67,32 @@ class BackwardPass:
         found: dict[int, Sequence[torch.Tensor | None]] = {}
         versions_apart: dict[str, int] = {}
         failed: dict[int, SwarmError] = {}
+        running: dict[int, asyncio.Task[None]] = {}
+        changed = ChangeEvent()
+
+        def on_outcome(number: int, outcome: BackwardReply | SwarmError) -> None:
+            del running[number]
+            if isinstance(outcome, SwarmError):
+                failed[number] = outcome
+                gathering.failed(number, clock.monotonic_s())
+            else:
+                found[number] = outcome.gradients
+                forward = branches[number].result
+                if outcome.version != forward.forward_reply.version:
+                    versions_apart[str(forward.uid)] = outcome.version - forward.forward_reply.version
+                gathering.answered(number, clock.monotonic_s())
+            changed.notify()
+
         async with asyncio.TaskGroup() as tasks:
-            running = {}
             selected = tasks.create_task(self._select(gradients))
             for number, branch in enumerate(branches):
                 gathering.expect(number, branch.places.rows, begun_s)
-                work = self._call(branch.result.for_pass(pass_number), selected, number, deadline_s)
-                running[tasks.create_task(work)] = number
+                result = branch.result.for_pass(pass_number)
+                work = self._call(result, selected, number, deadline_s, on_outcome)
+                running[number] = tasks.create_task(work)
             while not gathering.over(now_s := clock.monotonic_s()):
-                timeout_s = max(gathering.deadline_s() - now_s, 0.0)
-                done, _ = await asyncio.wait(running, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    number, outcome = running.pop(task), task.result()
-                    if isinstance(outcome, SwarmError):
-                        failed[number] = outcome
-                        gathering.failed(number, clock.monotonic_s())
-                    else:
-                        found[number] = outcome.gradients
-                        forward = branches[number].result
-                        if outcome.version != forward.forward_reply.version:
-                            versions_apart[str(forward.uid)] = outcome.version - forward.forward_reply.version
-                        gathering.answered(number, clock.monotonic_s())
-            for task, number in running.items():
+                await changed.wait(max(gathering.deadline_s() - now_s, 0.0))
+            for number, task in running.items():
                 task.cancel()
                 failed[number] = DeadlineExceeded("it was too late")
                 self._calls.backward_timed_out(branches[number].result)
@@ -147,12 +152,15 @@ class BackwardPass:
         selected: asyncio.Task[list[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None]]]],
         number: int,
         deadline_s: float,
-    ) -> BackwardReply | SwarmError:
+        on_outcome: Callable[[int, BackwardReply | SwarmError], None],
+    ) -> None:
         inputs, expert_gradients = (await selected)[number]
+        outcome: BackwardReply | SwarmError
         try:
             tensors = GradientPass(inputs, expert_gradients, self._options.staleness_max, together=True)
-            return await self._calls.backward(
+            outcome = await self._calls.backward(
                 result, tensors, deadline_s=deadline_s, codecs=self._options.codecs
             )
         except SwarmError as error:
-            return error
+            outcome = error
+        on_outcome(number, outcome)

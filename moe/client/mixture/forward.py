@@ -38,6 +38,7 @@ from moe.protocol.names import ExpertUid
 from swarm.core.backoff import Backoff
 from swarm.core.errors import NetworkError, NotEnoughPeers, SwarmError, UsageError
 from swarm.core.ids import PeerId
+from swarm.core.notify import ChangeEvent
 
 T = TypeVar("T")
 
@@ -101,7 +102,8 @@ class ForwardPass:
         self._uids: list[ExpertUid] = []
         self._results: dict[int, ForwardResult] = {}
         self._failed: dict[int, SwarmError] = {}
-        self._tasks: dict[asyncio.Task[ForwardResult | SwarmError], int] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # by call; of those without an outcome
+        self._changed = ChangeEvent()  # there is another outcome
         self._excluded: set[ExpertUid] = set()  # failed or suspected in this pass
         self._replicas: dict[ExpertUid, Sequence[ExpertReplica]] = {}
         self._refresh_directory = self._has_refreshed = self._include_silent = False
@@ -134,20 +136,11 @@ class ForwardPass:
                 if now_s >= self._deadline_s or (retry_at_s is None and gathering.over(now_s)):
                     break
                 until_s = gathering.deadline_s() if retry_at_s is None else min(retry_at_s, self._deadline_s)
-                await self._wait(max(min(until_s, self._suspect_at_s()) - now_s, 0.0))
-            for task, number in self._tasks.items():
+                await self._changed.wait(max(min(until_s, self._suspect_at_s()) - now_s, 0.0))
+            for number, task in self._tasks.items():
                 task.cancel()
                 self._failed[number] = NotEnoughPeers("it was too late")
         return await self._result(initially_occupied, empty)
-
-    async def _wait(self, timeout_s: float) -> None:
-        """Wait for the next outcomes."""
-        if not self._tasks:
-            await asyncio.sleep(timeout_s)
-            return
-        done, _ = await asyncio.wait(self._tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            self._on_outcome(self._tasks.pop(task), task.result())
 
     async def _search(self, scores: Sequence[torch.Tensor], k: int) -> Selection:
         """Return the best experts that exist. When the DHT cannot be read, the search covers what is
@@ -212,23 +205,30 @@ class ForwardPass:
                 default=0.0,
             )
             self._gathering.expect(number, batch_places.rows, self._calls.clock.monotonic_s(), expected_s)
-            self._tasks[tasks.create_task(self._call(uid, selected, part, self._avoided_since_s))] = number
+            work = self._call(number, selected, part, self._avoided_since_s)
+            self._tasks[number] = tasks.create_task(work)
 
     async def _call(
         self,
-        uid: ExpertUid,
+        number: int,
         selected: asyncio.Task[list[list[torch.Tensor]]],
         part: int,
         include_avoided_since_s: float | None,
-    ) -> ForwardResult | SwarmError:
-        inputs = (await selected)[part]
+    ) -> None:
+        uid, inputs = self._uids[number], (await selected)[part]
         call = ForwardCall(
             uid, self._replicas[uid], inputs, self._keep, include_avoided_since_s, together=True
         )
+        outcome: ForwardResult | SwarmError
         try:
-            return await self._calls.forward(call, deadline_s=self._deadline_s, codecs=self._options.codecs)
+            outcome = await self._calls.forward(
+                call, deadline_s=self._deadline_s, codecs=self._options.codecs
+            )
         except SwarmError as error:
-            return error
+            outcome = error
+        del self._tasks[number]
+        self._on_outcome(number, outcome)
+        self._changed.notify()
 
     def _on_outcome(self, number: int, outcome: ForwardResult | SwarmError) -> None:
         now_s = self._calls.clock.monotonic_s()
@@ -294,7 +294,7 @@ class ForwardPass:
             self._retry_at_s = now_s + self._retry_pauses.next_s()
         elif now_s >= self._retry_at_s:
             self._retry_at_s = now_s + self._retry_pauses.next_s()
-            self._excluded.intersection_update(self._uids[number] for number in self._tasks.values())
+            self._excluded.intersection_update(self._uids[number] for number in self._tasks)
             for number in self._failed:
                 places = self._places[number]
                 self._occupied_BS[places.rows, places.columns] = False

@@ -315,7 +315,7 @@ class ReplicaCalls:
                 inputs,
                 timeout_s=timeout_s,
                 codecs=codecs,
-                options=ForwardOptions(call.keep, call.together),
+                options=_options_of(call.keep, call.together),
             )
         except SwarmError as error:
             self._record_failure(call.uid, replica, error)
@@ -376,6 +376,7 @@ class ReplicaCalls:
         return NotEnoughPeers(f"no replica of {uid} can be asked: all {len(replicas)} are avoided, {why}")
 
 
+_options_of = functools.cache(ForwardOptions)  # there are four, and a pass makes hundreds of calls
 TensorT = TypeVar("TensorT", torch.Tensor, torch.Tensor | None)
 
 

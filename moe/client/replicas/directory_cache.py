@@ -100,8 +100,16 @@ class ExpertDirectoryCache:
         self, uid: ExpertUid, *, timeout_s: float, refresh: bool = False
     ) -> tuple[ExpertReplica, ...]:
         """Return the replicas that host this expert."""
-        found = await self.branches([uid.prefix], timeout_s=timeout_s, refresh=refresh)
-        return found[uid.prefix].experts.get(uid.coordinates[-1], ())
+        prefix = uid.prefix
+        cached = None if refresh else self._cached.get(prefix)
+        if (
+            cached is not None
+            and cached.branch.coordinates
+            and self._clock.monotonic_s() - cached.read_s <= FRESH_S
+        ):  # most calls find it so
+            return self._live(prefix).experts.get(uid.coordinates[-1], ())
+        found = await self.branches([prefix], timeout_s=timeout_s, refresh=refresh)
+        return found[prefix].experts.get(uid.coordinates[-1], ())
 
     def __len__(self) -> int:
         return len(self._cached)

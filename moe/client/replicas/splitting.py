@@ -8,8 +8,9 @@ call is one request, as long as its tensors fit into one.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -74,11 +75,6 @@ class SplitCalls:
         schema = schema.at(schema.length_of(inputs))
         samples = len(inputs[0])
         size = min(self._limits.get(replica.peer_id, samples), _samples_that_fit(schema), samples)
-
-        async def run(part: Sequence[torch.Tensor], own: ForwardOptions) -> ForwardReply:
-            left_s = deadline_s - asyncio.get_running_loop().time()
-            return await self._calls.forward(replica, uid, part, timeout_s=left_s, codecs=codecs, options=own)
-
         for left in range(_LIMITS_LEARNED_MAX, -1, -1):
             if samples > size * PARTS_MAX:
                 raise ExpertRefused(
@@ -86,13 +82,15 @@ class SplitCalls:
                     f"{samples} would be more than {PARTS_MAX} requests, so send fewer at a time"
                 )
             try:
+                left_s = deadline_s - asyncio.get_running_loop().time()
                 if size == samples:
-                    return await run(inputs, options)
-                columns = zip(*(torch.split(tensor, size) for tensor in inputs), strict=True)
+                    return await self._calls.forward(
+                        replica, uid, inputs, timeout_s=left_s, codecs=codecs, options=options
+                    )
                 # the server computes one part while the answer to another travels
                 own = replace(options, together=False)
-                parts = await run_together([run(part, own) for part in columns], _PARTS_IN_FLIGHT_MAX)
-                return _joined_forward(parts, size)
+                call = functools.partial(self._calls.forward, replica, uid, codecs=codecs, options=own)
+                return await self._forward_in_parts(call, inputs, size, left_s)
             except ExpertRefused:
                 left_s = deadline_s - asyncio.get_running_loop().time()
                 limit = await self._learn_limit(replica, uid, left_s)
@@ -100,6 +98,23 @@ class SplitCalls:
                     raise
                 size = limit
         raise AssertionError("the last attempt returns or raises")
+
+    async def _forward_in_parts(
+        self,
+        call: Callable[..., Awaitable[ForwardReply]],
+        inputs: Sequence[torch.Tensor],
+        size: int,
+        left_s: float,
+    ) -> ForwardReply:
+        """Make a call for each part of at most `size` samples, all within `left_s`."""
+        deadline_s = asyncio.get_running_loop().time() + left_s
+
+        async def run(part: Sequence[torch.Tensor]) -> ForwardReply:
+            return await call(part, timeout_s=deadline_s - asyncio.get_running_loop().time())
+
+        columns = zip(*(torch.split(tensor, size) for tensor in inputs), strict=True)
+        parts = await run_together([run(part) for part in columns], _PARTS_IN_FLIGHT_MAX)
+        return _joined_forward(parts, size)
 
     async def backward(
         self,
@@ -112,11 +127,22 @@ class SplitCalls:
         codecs: WireCodecs = UNCOMPRESSED,
     ) -> BackwardReply:
         """Run a backward pass, as `ExpertCalls.backward` does, in the parts of the forward pass."""
-        parts = forward_reply.parts
-        if not parts:
+        if not forward_reply.parts:
             return await self._calls.backward(
                 replica, uid, forward_reply, tensors, timeout_s=timeout_s, codecs=codecs
             )
+        return await self._backward_in_parts(replica, uid, forward_reply, tensors, timeout_s, codecs)
+
+    async def _backward_in_parts(
+        self,
+        replica: ExpertReplica,
+        uid: ExpertUid,
+        forward_reply: ForwardReply,
+        tensors: GradientPass,
+        timeout_s: float,
+        codecs: WireCodecs,
+    ) -> BackwardReply:
+        parts = forward_reply.parts
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         schema = await self.schema_of(replica, uid, timeout_s=timeout_s)
         schema = schema.at(schema.length_of(tensors.inputs))

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import sys
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from typing import Any
 
 import psutil
@@ -231,7 +231,9 @@ def test_memory_is_allocated_ahead_of_the_chunks_and_keeps_what_is_in_it() -> No
         pytest.skip("Linux does this from 5.14 on")
 
     async def allocate() -> None:
-        await partial.allocate_pages(None)
+        pool = HeldPool()
+        partial.allocate_pages(pool)
+        await _work_to_the_end(pool)
 
     asyncio.run(allocate())
     assert psutil.Process().memory_info().rss - before_bytes > (chunks - 8) * CHUNK_BYTES
@@ -249,11 +251,10 @@ def test_a_check_waits_for_the_memory_of_a_few_chunks_at_most(monkeypatch: pytes
 
     async def scenario() -> None:
         monkeypatch.setattr("averaging.optim.state.intake.allocate_pages", allocate)
-        with ThreadPoolExecutor(1) as pool:
-            allocating = partial.allocate_pages(pool)
-            await asyncio.sleep(0)
-            await asyncio.get_running_loop().run_in_executor(pool, work.append, "check")
-            await allocating
+        pool = HeldPool()
+        partial.allocate_pages(pool)
+        pool.submit(work.append, "check")
+        await _work_to_the_end(pool)
 
     asyncio.run(scenario())
     assert work.count("memory") == chunks
@@ -261,19 +262,28 @@ def test_a_check_waits_for_the_memory_of_a_few_chunks_at_most(monkeypatch: pytes
 
 
 def test_no_more_memory_is_allocated_when_the_donors_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    partial = PartialState.begin((b"",) * 64, 64 * CHUNK_BYTES, None)
+    partial, work = PartialState.begin((b"",) * 64, 64 * CHUNK_BYTES, None), list[memoryview]()
+
+    def allocate(memory: memoryview) -> bool:
+        work.append(memory)
+        return True
 
     async def scenario() -> None:
-        monkeypatch.setattr("averaging.optim.state.intake.allocate_pages", lambda memory: True)
+        monkeypatch.setattr("averaging.optim.state.intake.allocate_pages", allocate)
         pool = HeldPool()
-        allocating = partial.allocate_pages(pool)
-        await asyncio.sleep(0)
+        partial.allocate_pages(pool)
         partial.settle()
-        await asyncio.wait([allocating])
-        assert allocating.cancelled()
-        assert len(pool.held) == 1
+        await _work_to_the_end(pool)
 
     asyncio.run(scenario())
+    assert len(work) <= 8
+
+
+async def _work_to_the_end(pool: HeldPool) -> None:
+    while pool.held:
+        pool.work()
+        for _ in range(3):  # what follows is begun on the loop
+            await asyncio.sleep(0)
 
 
 async def _fails(doing: Awaitable[None], kind: type[Exception], words: str) -> None:
