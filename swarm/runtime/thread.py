@@ -188,7 +188,9 @@ class _Work(Generic[T]):
         """Return the result of the coroutine, which has ended, or raise its exception."""
         error, self._error = self._error, None
         if error is None:
-            return self._result
+            result = self._result
+            del self._result  # the loop may hold this object for a moment more, and the result may be large
+            return result
         if isinstance(error, asyncio.CancelledError):
             raise UsageError("the node was closed while this call was waiting") from None
         try:

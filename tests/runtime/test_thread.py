@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -72,3 +73,17 @@ def test_run_ends_when_the_thread_is_stopped(network: NetworkThread) -> None:
     assert [str(error) for error in errors] == ["the node was closed while this call was waiting"]
     with pytest.raises(UsageError, match="this node is closed"):
         network.run(hang())
+
+
+def test_the_network_thread_keeps_no_result(network: NetworkThread) -> None:
+    go_on = threading.Event()
+
+    async def make() -> set[int]:
+        network.loop.call_soon(
+            go_on.wait, 10.0
+        )  # the loop has not cleaned up yet when the result is looked at
+        return {1}
+
+    kept = weakref.ref(network.run(make(), 10.0))
+    assert kept() is None
+    go_on.set()
