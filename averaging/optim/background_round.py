@@ -14,7 +14,7 @@ from averaging.result import PendingRound, RoundResult
 from swarm.core.clock import Clock
 
 CANCEL_S_MAX = 2.0
-_CHECK_S, _CHECK_S_PER_PEER, _CHECK_S_MAX = 0.04, 0.01, 0.3
+_CHECK_S, _CHECK_S_PER_PEER, _CHECK_S_MAX = 0.04, 0.005, 0.3
 
 
 def check_interval_s(peers: int) -> float:
