@@ -111,7 +111,7 @@ class StepRunner:
         self._accused: dict[PeerId, str] = {}
         self.in_round = False  # with a group, whose members count on this peer; else it searches for one
         self._last_failure = ""  # why the last attempt failed
-        self._unresolved = False  # others may have committed it
+        self.unresolved = False  # others may have committed a round that failed here
         self._sent = self._received = self._attempts = 0
 
     async def run(self, member: Member, options: RoundOptions) -> StepOutcome:
@@ -159,7 +159,7 @@ class StepRunner:
             finally:
                 if history is not None:
                     history.ended()
-            self._unresolved = outcome.unresolved
+            self.unresolved |= outcome.unresolved
             if not outcome.failed:
                 return self._success(group, outcome)
             if outcome.out_of_memory:  # a retry would run out of memory again
@@ -260,7 +260,7 @@ class StepRunner:
             "bytes_sent": self._sent,
             "bytes_received": self._received,
             "attempts": self._attempts,
-            "unresolved": self._unresolved,
+            "unresolved": self.unresolved,
             "group_id": group.group_id.hex() if group is not None else "",
         }
 

@@ -321,10 +321,11 @@ class EpochCloser:
         if self._traits.proceeds_alone:
             return self.step_alone(result, failed)
         self._probe()
+        # the certificates of a swarm larger than a group do not say whose values its cells have averaged; a
+        # later attempt may be the one that learns that the others have continued
+        is_grid = self._history is not None and self._history.grid_rounds > 1
+        self.has_lost_round |= is_grid and result.unresolved
         if result.reason == "passed" or self.is_behind():
-            # the certificates of a swarm larger than a group do not say whose values its cells have averaged
-            is_grid = self._history is not None and self._history.grid_rounds > 1
-            self.has_lost_round |= is_grid and result.unresolved
             # a search that found no group before the others closed the epoch does not count as a round
             return self._missed(failed if result.attempts else failed - 1, result)
         return None

@@ -48,6 +48,7 @@ class GridRound:
         # the first round that succeeded, which contains this peer's own values
         self._first: RoundResult | None = None
         self._outcome: RoundResult | None = None
+        self._is_unresolved = False  # others may have committed a round of a cell that failed here
         self.made_by_electors = False  # the values are those that the electors certified, bit for bit
         self._pending: PendingRound | None = None
         self._waits_since_s = self._asked_s = self._retry_s = -math.inf
@@ -99,7 +100,9 @@ class GridRound:
             pending.cancel()
             pending.wait_given_up(CANCEL_S_MAX)
         if self._outcome is None:
-            self._outcome = RoundResult(failed=True, reason=reason, detail=detail)
+            self._outcome = RoundResult(
+                failed=True, reason=reason, detail=detail, unresolved=self._is_unresolved
+            )
 
     @property
     def _waits(self) -> bool:
@@ -128,9 +131,11 @@ class GridRound:
         is_over = self._certificate() is not None
         can_repeat = self._number == 1 and result.reason != "passed"
         if result.failed and self._averaged is None and (is_over or can_repeat):
-            self._outcome = result  # nothing has changed, and it can be tried again
+            # nothing has changed, and it can be tried again
+            self._outcome = replace(result, unresolved=result.unresolved or self._is_unresolved)
             return
         if result.failed:
+            self._is_unresolved |= result.unresolved
             _log.info(
                 "epoch %d continues without round %d: %s", self._plan.epoch, self._number, result.detail
             )
@@ -173,6 +178,8 @@ class GridRound:
             runner = self._plan.averager.runner
             if now_s - self._certified_s < self._grace_s or (runner is not None and runner.in_round):
                 return
+            # a round of the cell that failed before this search
+            self._is_unresolved |= runner is not None and runner.unresolved
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.cancel()

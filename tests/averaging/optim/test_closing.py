@@ -150,6 +150,18 @@ def test_samples_may_be_counted_after_a_round_of_a_cell_that_others_may_have_com
     assert closing.has_lost_round is (unresolved and grid_rounds > 1)
 
 
+def test_samples_may_be_counted_where_a_later_attempt_learns_that_the_others_have_continued() -> None:
+    history, catch_up = History(), Times()
+    history.grid_rounds = 2
+    catch_up.probe = lambda timeout_s: None  # type: ignore[attr-defined]
+    closing = closer(HEAD, history=history, catch_up=catch_up)
+    assert closing.failed(RoundResult(failed=True, reason="round", unresolved=True), 1) is None
+    outcome = closing.failed(RoundResult(failed=True, reason="passed"), 2)
+    assert outcome is not None
+    assert outcome.behind
+    assert closing.has_lost_round
+
+
 @pytest.mark.parametrize("fails", ["the step", "the scheduler", ""])
 def test_round_is_lost_when_its_step_fails_and_not_when_the_scheduler_does(fails: str) -> None:
     """Others have the round's certificate: the samples of a peer that did not make its step are in their

@@ -12,6 +12,7 @@ import pytest
 from averaging.history.certificate import RoundKind
 from averaging.optim.grid_round import GridRound
 from averaging.result import RoundFailure, RoundResult
+from swarm.runtime.waits import ThreadWaits
 from swarm.testing.identities import SeededIdentity
 
 GRACE_S = 5.0
@@ -61,13 +62,16 @@ class Scene:
     """A grid's round with what is around it."""
 
     now_s: float = 0.0
-    runner: Any = field(default_factory=lambda: SimpleNamespace(in_round=False))
+    runner: Any = field(default_factory=lambda: SimpleNamespace(in_round=False, unresolved=False))
     history: Any = field(default_factory=History)
     begun: list[Pending] = field(default_factory=list)
 
     def begin(self) -> GridRound:
         node = SimpleNamespace(
-            clock=SimpleNamespace(monotonic_s=lambda: self.now_s), rng=random.Random(1), peer_id=OWN
+            clock=SimpleNamespace(monotonic_s=lambda: self.now_s),
+            network=SimpleNamespace(waits=ThreadWaits()),
+            rng=random.Random(1),
+            peer_id=OWN,
         )
 
         def step(key: str, weight: float, gather: Any) -> Pending:
@@ -126,6 +130,31 @@ def test_values_that_the_cell_has_committed_without_this_peer_do_not_count_again
         scene.begun[-1].end("passed" if number == failing else "", unresolved=unresolved)
         assert not epoch.done()
     assert [one.weight for one in scene.begun] == [1.0] * failing + [0.0 if unresolved else 1.0]
+
+
+@pytest.mark.parametrize("unresolved", [False, True])
+def test_an_epoch_without_an_average_says_that_its_first_cell_may_have_counted_this_peer(
+    unresolved: bool,
+) -> None:
+    scene = Scene()
+    epoch = scene.begin()
+    scene.begun[0].end("passed", unresolved=unresolved)
+    assert not epoch.done()
+    scene.certify()
+    scene.begun[1].end("passed")
+    assert epoch.result().failed
+    assert epoch.result().unresolved is unresolved
+
+
+@pytest.mark.parametrize("unresolved", [False, True])
+def test_a_search_after_a_round_that_others_may_have_committed_says_so(unresolved: bool) -> None:
+    scene = Scene()
+    epoch, scene.runner.unresolved = scene.begin(), unresolved
+    scene.certify()
+    assert not epoch.done()
+    scene.now_s = GRACE_S
+    assert epoch.result().reason == "passed"
+    assert epoch.result().unresolved is unresolved
 
 
 @pytest.mark.parametrize("failing", [2, 3])
