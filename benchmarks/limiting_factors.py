@@ -68,10 +68,10 @@ _EXPERT_PASS = (
 
 _STATE_MOVED = (
     "processor time of two processes and more on two cores, and first writes to new memory. By the "
-    "processes' own timers, one donor, in 0.50 s: look-ups 0.03 s; digests 0.06 (kept for the next "
-    "newcomer while the state is unchanged); transfer 0.31, in which the threads of both event loops work "
-    "for 0.12 to 0.19 s each, and digests and copies take 0.11 to 0.67 s of a core, as long as the host "
-    "under this machine takes to find the pages; check for finite numbers and copy into place 0.09 "
+    "processes' own timers, one donor, in 0.32 s: look-ups 0.03 s; digests 0.06 for the first newcomer "
+    "(kept for the next one while the state is unchanged); transfer 0.24, in which the donor takes 0.19 s of "
+    "a core and the newcomer 0.25, 0.07 of it to find the memory. That takes up to 1 s where the host under "
+    "this machine has to find the pages; check for finite numbers 0.014, copy into place 0.025 "
     "(docs/decisions/0018)."
 )
 _STALE_FEEDBACK = (
