@@ -48,9 +48,10 @@ _GIGABIT = (
 )
 
 _EXPERT_CALL = (
-    "processor time: 1.6 ms of both ends for a call (0.65 at the server, 0.95 at the caller), most of it "
-    "Python: checks, framing, reading and decoding of one 4 kB message each way, and the wake-ups of two "
-    "event loops and of the computing thread. In the same run hivemind takes 4.9 ms."
+    "processor time: 1.2 ms of both ends for a call (0.5 at the server, 0.7 at the caller; 1.5 on 27 "
+    "November), most of it Python: checks, framing, reading and decoding of one 4 kB message each way, and "
+    "the wake-ups of two event loops and of the computing thread. Nothing large stands out beside the "
+    "sockets."
 )
 _EXPERT_LARGE = (
     "processor time, on cores that all processes share: 32 ms of both ends for a call, 15 at the server and "
@@ -172,12 +173,11 @@ LIMITED_BY: dict[str, str] = {
     "experts-large": _EXPERT_LARGE,
     "experts-train": _EXPERT_PASS,
     "experts-256-nop-512": (
-        "processor time, 0.33 s of all processes for a step: by a profile the trainer's network thread "
-        "takes 130 ms for the 512 calls, a sixth of it in sockets, the rest spread over Python and small "
-        "operations of torch without a single large part; each server takes 46 ms. Nearly a fifth of both "
-        "is Python's garbage collector, whose full passes visit all objects of torch: with `gc.freeze()` "
-        "after the imports, as in `swarm serve`, they took 104 and 38 ms. Requests to one server share a "
-        "message (docs/decisions/0070), which saves more where the cores are busy than here."
+        "processor time, 0.24 s of all processes for a step (0.30 on 27 November): 0.11 s at the trainer, "
+        "0.13 s at the four servers, spread over Python and small operations of torch without a single "
+        "large part. A sixth is Python's garbage collector at the trainer, whose full passes visit all "
+        "objects of torch; servers keep them out (`gc.freeze()`), as a trainer can. Requests to one server "
+        "share a message (docs/decisions/0070); one task for all of them at the trainer would save more."
     ),
     "experts-memory": (
         "no growth without end: over 15,000 passes the caller stayed at 197 MB, and the server went up and "
