@@ -229,17 +229,21 @@ def test_calls_from_the_users_thread_have_a_deadline_and_end_with_the_node() -> 
 
     node.network.run(inside(), 5)
     outcome: list[BaseException] = []
+    has_begun = threading.Event()
+
+    async def forever() -> None:
+        has_begun.set()
+        await asyncio.Event().wait()
 
     def wait() -> None:
         try:
-            node.network.run(asyncio.Event().wait(), 30)
+            node.network.run(forever(), 30)
         except UsageError as error:
             outcome.append(error)
 
     waiting = threading.Thread(target=wait)
     waiting.start()
-    while not any("Event.wait" in repr(task) for task in asyncio.all_tasks(node.network.loop)):
-        time.sleep(0.01)
+    assert has_begun.wait(5)
     node.close()
     waiting.join(5)
     assert "closed while this call was waiting" in str(outcome[0])
