@@ -82,15 +82,15 @@ class SplitCalls:
                     f"{samples} would be more than {PARTS_MAX} requests, so send fewer at a time"
                 )
             try:
-                left_s = deadline_s - asyncio.get_running_loop().time()
                 if size == samples:
+                    left_s = deadline_s - asyncio.get_running_loop().time()
                     return await self._calls.forward(
                         replica, uid, inputs, timeout_s=left_s, codecs=codecs, options=options
                     )
                 # the server computes one part while the answer to another travels
                 own = replace(options, together=False)
                 call = functools.partial(self._calls.forward, replica, uid, codecs=codecs, options=own)
-                return await self._forward_in_parts(call, inputs, size, left_s)
+                return await self._forward_in_parts(call, inputs, size, deadline_s)
             except ExpertRefused:
                 left_s = deadline_s - asyncio.get_running_loop().time()
                 limit = await self._learn_limit(replica, uid, left_s)
@@ -104,10 +104,9 @@ class SplitCalls:
         call: Callable[..., Awaitable[ForwardReply]],
         inputs: Sequence[torch.Tensor],
         size: int,
-        left_s: float,
+        deadline_s: float,
     ) -> ForwardReply:
-        """Make a call for each part of at most `size` samples, all within `left_s`."""
-        deadline_s = asyncio.get_running_loop().time() + left_s
+        """Make a call for each part of at most `size` samples, all until `deadline_s` of the loop's clock."""
 
         async def run(part: Sequence[torch.Tensor]) -> ForwardReply:
             return await call(part, timeout_s=deadline_s - asyncio.get_running_loop().time())
@@ -127,22 +126,11 @@ class SplitCalls:
         codecs: WireCodecs = UNCOMPRESSED,
     ) -> BackwardReply:
         """Run a backward pass, as `ExpertCalls.backward` does, in the parts of the forward pass."""
-        if not forward_reply.parts:
+        parts = forward_reply.parts
+        if not parts:
             return await self._calls.backward(
                 replica, uid, forward_reply, tensors, timeout_s=timeout_s, codecs=codecs
             )
-        return await self._backward_in_parts(replica, uid, forward_reply, tensors, timeout_s, codecs)
-
-    async def _backward_in_parts(
-        self,
-        replica: ExpertReplica,
-        uid: ExpertUid,
-        forward_reply: ForwardReply,
-        tensors: GradientPass,
-        timeout_s: float,
-        codecs: WireCodecs,
-    ) -> BackwardReply:
-        parts = forward_reply.parts
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         schema = await self.schema_of(replica, uid, timeout_s=timeout_s)
         schema = schema.at(schema.length_of(tensors.inputs))
