@@ -82,7 +82,7 @@ class BackgroundRound:
         grace_s: float,
         clock: Clock,
         take: Callable[[PendingRound], RoundResult],
-        interval_s: float = _CHECK_S,
+        interval_s: float,
     ) -> None:
         """`take` takes the result, which writes the averages into the tensors. `interval_s`: between two
         checks of `is_obsolete`.
