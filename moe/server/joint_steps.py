@@ -242,11 +242,12 @@ class JointExpert:
         )
 
         async def tell(peer: PeerId) -> None:
+            before = self._counts.last(peer)
             try:
                 reply = await self._node.channels.call(
                     self._declared[peer].contact, methods.COUNT, request, timeout_s=_TELL_TIMEOUT_S
                 )
-                self._counts.note(peer, read_count(reply), self._node.clock.monotonic_s())
+                self._counts.note_answer(peer, read_count(reply), before, self._node.clock.monotonic_s())
             except (PeerError, NetworkError) as error:
                 _log.info("%s steps without its replica at %s: %s", self._uid, peer.short, error)
                 self._counts.forget(peer)

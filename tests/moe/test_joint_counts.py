@@ -93,3 +93,26 @@ def test_a_member_that_claims_more_than_a_replica_can_have_is_named(count: objec
 def test_a_malformed_count_is_refused(message: ExpertCount) -> None:
     with pytest.raises(PeerError, match="the count of a replica is malformed"):
         read_count(message)
+
+
+@pytest.mark.parametrize(
+    ("heard", "answered", "kept"),
+    [
+        ((4, 0), (3, 16), (4, 0)),  # it answered before its step, and told of the step afterwards
+        ((3, 12), (3, 8), (3, 12)),
+        ((3, 8), (3, 12), (3, 12)),  # it told first, and answered afterwards
+        (None, (3, 8), (3, 8)),
+        (None, (2, 8), (2, 8)),  # it continues from an older state
+    ],
+)
+def test_an_answer_that_arrives_late_replaces_no_newer_count(
+    heard: tuple[int, int] | None, answered: tuple[int, int], kept: tuple[int, int]
+) -> None:
+    """Regression: an answer from before a step replaced the count from after it."""
+    counts = JointCounts()
+    counts.note(A, BatchCount(3, HEAD, 4), 0.0)
+    before = counts.last(A)
+    if heard is not None:
+        counts.note(A, BatchCount(heard[0], HEAD, heard[1]), 0.1)
+    counts.note_answer(A, BatchCount(answered[0], HEAD, answered[1]), before, 0.2)
+    assert counts.last(A) == BatchCount(kept[0], HEAD, kept[1])

@@ -57,6 +57,18 @@ class JointCounts:
         if not self._distrusted.avoided(peer, now_s):
             self._counts[peer] = count
 
+    def note_answer(self, peer: PeerId, count: BatchCount, before: BatchCount | None, now_s: float) -> None:
+        """Record the answer of a replica that was asked when its last count was `before`. If it has sent one
+        by itself since then, the two may arrive in either order, and the one that is further counts.
+        """
+        last = self.last(peer)
+        if last is before or last is None or (last.version, last.samples) <= (count.version, count.samples):
+            self.note(peer, count, now_s)
+
+    def last(self, peer: PeerId) -> BatchCount | None:
+        """Return the last count of a replica; None when it has sent none."""
+        return self._counts.get(peer)
+
     def distrust(self, peers: Iterable[PeerId], now_s: float, *, gravely: bool = False) -> None:
         """Forget replicas, and do not count them for a while: they announced samples and brought fewer.
         `gravely`: they brought invented gradients, and their state must not be taken over soon either.
