@@ -1,4 +1,4 @@
-"""What a server keeps of the passes that it has computed."""
+"""Tests of what a server keeps of the passes that it has computed."""
 
 from __future__ import annotations
 
