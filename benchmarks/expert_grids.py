@@ -8,7 +8,7 @@ import time
 
 from benchmarks.allreduce import Setting
 from benchmarks.environments import OWN_PYTHON
-from benchmarks.launch import Launch, Worker, proportional_bytes
+from benchmarks.launch import Launch, Worker, written_bytes
 from benchmarks.measured_systems import READY_TIMEOUT_S
 from benchmarks.results import Aim, Row, Series
 
@@ -147,7 +147,7 @@ def memory(setting: Setting) -> Row:
         for count in (PASSES_BEFORE, PASSES):
             caller.send({"do": "calls", "expert": "ffn.0", "batch": PASS_BATCH, "count": count})
             caller.receive("done", time.monotonic() + _ORDER_TIMEOUT_S)
-            held.append(proportional_bytes(launch.processes()))
+            held.append(written_bytes(launch.processes()))
     grown = (held[1] - held[0]) / 1e6
     setting.say(f"  {PASSES} passes: {held[0] / 1e6:.0f} MB, then {grown:+.1f} MB")
     return Row(

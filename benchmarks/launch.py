@@ -253,13 +253,22 @@ def _free_shared_memory(since_s: float) -> None:
                 path.unlink()
 
 
+def written_bytes(processes: Iterable[psutil.Process]) -> int:
+    """Return the memory that these processes have written and share with no other. Unlike the proportional
+    set size it does not change when other processes of the machine begin or end.
+    """
+    return sum(_from_rollup(process, "Private_Dirty:") for process in processes)
+
+
 def proportional_bytes(processes: Iterable[psutil.Process]) -> int:
     """Return the proportional set size of these processes: shared pages count in equal parts."""
-    total = 0
-    for process in processes:
-        try:
-            lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
-        except OSError:
-            continue
-        total += next((int(line.split()[1]) for line in lines if line.startswith("Pss:")), 0) << 10
-    return total
+    return sum(_from_rollup(process, "Pss:") for process in processes)
+
+
+def _from_rollup(process: psutil.Process, field: str) -> int:
+    """Return a size that the system keeps of a process; 0 when the process has ended."""
+    try:
+        lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith(field)), 0) << 10

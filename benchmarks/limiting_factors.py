@@ -180,9 +180,8 @@ LIMITED_BY: dict[str, str] = {
         "share a message (docs/decisions/0070); one task for all of them at the trainer would save more."
     ),
     "experts-memory": (
-        "no growth without end: over 15,000 passes the caller stayed at 197 MB, and the server went up and "
-        "down between 394 and 585 MB, with the answers that it keeps (at most 128 MiB) and what the "
-        "allocator holds; a single difference does not resolve 8 MB."
+        "fragmentation, in figures made before 28 November: answers that the server keeps lay among the "
+        "temporary tensors of layers in the heap. They are copied since then (docs/decisions/0020)."
     ),
     "state-1-donor": _STATE_MOVED,
     "state-3-donors": _STATE_MOVED,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
 
-from moe.protocol.tensors import Encoded, TensorPayload
+from moe.protocol.tensors import Encoded, TensorPayload, payload_bytes
 from moe.server.expert import Expert, Gradients, Tensors
 from swarm.compression import Codec
 from swarm.core.ids import PeerId
@@ -67,6 +67,16 @@ class Outcome:
     payloads: Sequence[TensorPayload]
     version: int
     failure: str = ""
+
+    @property
+    def size_bytes(self) -> int:
+        """Return the size of all tensors with their padding."""
+        return payload_bytes(self.payloads)
+
+    def copied(self) -> Outcome:
+        """Return the same outcome with tensors in memory of their own: those of a batch are views of it."""
+        payloads = [replace(one, payload=bytes(one.payload)) for one in self.payloads]
+        return replace(self, payloads=payloads)
 
 
 @dataclass(slots=True)

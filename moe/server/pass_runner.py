@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from moe.protocol.tensors import check_payload, decode, payload_bytes
+from moe.protocol.tensors import check_payload, decode
 from moe.server.compute import ComputeThread
 from moe.server.jobs import Job, Outcome, ReceivedTensor
 from moe.server.joint_steps import JointExpert
@@ -34,6 +34,9 @@ from swarm.wire import expert_pb2
 from swarm.wire.expert_pb2 import ExpertRequest
 
 _POOLED_BYTES = 256 << 10
+# Answers up to this size are copied before they are kept. In the computing thread's part of the heap they
+# would lie among the temporary tensors of layers, and leave gaps that are too small for those.
+_COPIED_BYTES_MAX = 256 << 10
 # How long the outcomes of requests in one message are gathered for one answer. Too small: quick experts are
 # answered in many messages; too large: those of slow ones come late.
 GATHER_S = 0.02
@@ -67,7 +70,9 @@ class PassRunner:
                 self._pending.pop(job.pass_id, None)
                 self.input_cache.drop(job.caller, (job.pass_id[1], job.uid))
                 if not outcome.failure:
-                    self._applied.note(*job.pass_id, outcome, payload_bytes(outcome.payloads))
+                    if outcome.size_bytes <= _COPIED_BYTES_MAX:
+                        outcome = outcome.copied()  # the reply takes the copy, too
+                    self._applied.note(*job.pass_id, outcome, outcome.size_bytes)
                     if job.uid in self._joint:
                         self._joint[job.uid].counted()
             for future in pending.waiting if pending is not None else ():
