@@ -190,7 +190,7 @@ class EpochAverager:
 
         The round is cancelled `grace_s` after `is_obsolete()` became true: one that is in progress ends
         before that, one without partners does not. In a swarm that is larger than a group there are several,
-        one after the other. `may_have_counted`: others may have committed an earlier attempt that failed here.
+        one after the other. `may_have_counted`: others may have committed an attempt that failed here.
         """
         self.open()
         assert self._epoch_averager is not None
