@@ -25,6 +25,7 @@ from averaging.optim.state.download import OnProgress
 from averaging.optim.state.encoding import EXACT
 from swarm.core.errors import UsageError
 from swarm.core.ids import PeerId
+from swarm.core.wording import counted
 
 _log = logging.getLogger(__name__)
 
@@ -320,12 +321,13 @@ class EpochLoop:
         ahead = self._tracker.history.ahead if self._tracker.history is not None else None
         given_up = ahead.epochs_given_up if ahead is not None else 0
         if given_up:
-            why = f"{why}; {given_up} epochs that this peer made while it was cut off are given up"
+            why = f"{why}; this peer gives up {counted(given_up, 'epoch')} that it made while it was cut off"
             for hook in list(self.reunion_hooks.values()):
                 hook()
         has_lost_round = self._closer.has_lost_round
         self._learner.suspend()
-        _log.info("downloading the state again: %s", why)
+        # users see warnings only, and that work is lost is more than that a peer was behind
+        _log.log(logging.WARNING if given_up else logging.INFO, "downloading the state again: %s", why)
         loaded = self.load(self._load_timeout_s)
         if loaded.dropped:
             history = self._tracker.history

@@ -20,7 +20,8 @@ from swarm.testing.dht_swarm import SwarmMember
 from swarm.testing.virtual_loop import EPOCH_UNIX_S
 
 _VIOLATIONS_MAX = 50
-_DEPTH_MAX = 4  # levels of objects in which collections are looked for
+_DEPTH_MAX = 7  # levels of objects in which collections are looked for
+_PACKAGES = ("swarm.", "averaging.", "moe.")  # of this project
 # caches that fill up in every long run, by the name of the attribute
 _CACHES_MAX: Mapping[str, int] = {
     "_verified": VERIFIED_MAX,
@@ -261,12 +262,12 @@ class CheckLimits:
 
 def sizes_of(root: object) -> Iterator[tuple[str, int]]:
     """Yield (path of attribute names, length) for every collection that belongs to `root`, through objects of
-    this project, at most `_DEPTH_MAX` levels deep.
+    this project, at most `_DEPTH_MAX` levels deep, by the shortest path to each.
     """
-    pending: list[tuple[str, object, int]] = [("", root, 0)]
+    pending: collections.deque[tuple[str, object, int]] = collections.deque([("", root, 0)])
     seen: set[int] = set()
     while pending:
-        path, value, depth = pending.pop()
+        path, value, depth = pending.popleft()
         if id(value) in seen:
             continue
         seen.add(id(value))
@@ -277,7 +278,7 @@ def sizes_of(root: object) -> Iterator[tuple[str, int]]:
                 yield where, len(part)
             elif (
                 depth < _DEPTH_MAX
-                and type(part).__module__.startswith("swarm.")
+                and type(part).__module__.startswith(_PACKAGES)
                 and not type(part).__module__.startswith("swarm.testing")
             ):
                 pending.append((where, part, depth + 1))

@@ -32,6 +32,7 @@ _KNOWN_S = 15.0
 _MET_AGAIN_S = 30.0
 _TABLES_MAX = 5_000
 _TASKS_MAX = 400  # of one peer, with the calls that it handles
+_SIZES_EVERY_S = 30.0
 
 
 class HistoryLedger:
@@ -147,6 +148,7 @@ class TrainingChecks:
         self._misled: WeakSet[TrainingPeer] = WeakSet()  # peers that last downloaded a liar's state
         self._digests: dict[str, set[str]] = {}  # by head: of the states that honest peers made
         self._contacts = _Contacts()
+        self._sizes_s = -math.inf  # when sizes were checked last
         self._carried: WeakKeyDictionary[TrainingPeer, int] = WeakKeyDictionary()
         self._behind: WeakKeyDictionary[TrainingPeer, int] = WeakKeyDictionary()  # in a round behind training
         self._heads: WeakKeyDictionary[TrainingPeer, bytes] = WeakKeyDictionary()  # after the last step
@@ -304,6 +306,9 @@ class TrainingChecks:
             tasks = len(one.peer.supervisor.running) + len(one.peer.handling)
             if tasks > _TASKS_MAX:
                 self.violations.add(now_s, f"peer {one.index} has {tasks} tasks")
+        if now_s - self._sizes_s >= _SIZES_EVERY_S:
+            self._sizes_s = now_s
+            self.check_sizes(live, now_s)
 
     def check_sizes(self, live: Iterable[TrainingPeer], now_s: float) -> None:
         """Check that no collection of a peer grows without bound."""

@@ -19,7 +19,7 @@ _EPOCHS_MAX = 2.0
 _FAILED_ROUND_S = 30.0
 _PEERS_MIN = 2  # that faults leave alive
 _DOWN_S_MAX = 10.0  # of a process that starts again
-_CROWD_MAX = 4
+_CROWD_MIN = 2
 
 ENDS = ("kill", "restart", "checkpoint", "leave", "mass")  # of processes
 ONE_PEER = ("freeze", "hang", "slow")
@@ -35,6 +35,7 @@ class TrainingFaultConfig:
     lasting_s: float = 30.0  # cuts, freezes and bursts last up to twice this
     batch: int = 4  # samples of a step of each peer
     peers_max: int = 16
+    crowd_max: int = 4  # newcomers that come at once
 
 
 class TrainingFaults:
@@ -86,7 +87,7 @@ class TrainingFaults:
         if kind in ENDS:
             await self._end_some(kind, lasting_s)
         elif kind in ("join", "crowd"):
-            count = 1 if kind == "join" else 2 + self._chance.below(_CROWD_MAX - 1)
+            count = 1 if kind == "join" else self._crowd()
             count = max(min(count, self._config.peers_max - len(self._swarm.live)), 0)
             self._say(f"{kind}: {count} more")
             for _ in range(count):
@@ -118,6 +119,9 @@ class TrainingFaults:
             if kind in ("restart", "checkpoint"):
                 await asyncio.sleep(min(lasting_s, _DOWN_S_MAX))
                 await self.add(peer=one.peer, checkpoint=checkpoint, lies=one.lies)
+
+    def _crowd(self) -> int:
+        return _CROWD_MIN + self._chance.below(self._config.crowd_max - _CROWD_MIN + 1)
 
     def _disturb_one(self, kind: str, lasting_s: float) -> None:
         one = self._chance.choice(list(self._swarm.live.values()))

@@ -46,6 +46,7 @@ TRAININGS: dict[str, str | None] = {TRAINING: None, **{f"{TRAINING}-{mode}": mod
 MODES_BY_SEED = ("gradients", "local", "gradients", "diloco")
 _LIARS_SHARE = 5  # every fifth peer of every third run lies
 _LIARS_EVERY = 3
+_SMALL_MAX, _SMALL_CROWD_MAX = 8, 4  # peers of a small swarm, and newcomers that come to it at once
 SEEDS_PER_PROCESS = 20
 _EPOCH_STEPS = 4  # steps of each peer in an epoch, when all take part
 _CALM_S = 40.0  # at the beginning
@@ -78,6 +79,11 @@ class TrainingScenario:
     def liars(self) -> int:
         """Return how many of the peers lie about their progress and their state."""
         return self.peers // _LIARS_SHARE if self.seed % _LIARS_EVERY == 0 else 0
+
+    @property
+    def crowd_max(self) -> int:
+        """Return how many newcomers come at once, at most: in small swarms a few, in larger ones dozens."""
+        return self.peers if self.peers > _SMALL_MAX else _SMALL_CROWD_MAX
 
     @property
     def replay(self) -> str:
@@ -204,7 +210,9 @@ class _TrainingRun:
     def _found(self, group: asyncio.TaskGroup) -> None:
         """Make the swarm and its faults, whose tasks belong to `group`."""
         scenario = self._scenario
-        faults = TrainingFaultConfig(kinds=scenario.kinds, peers_max=2 * scenario.peers)
+        faults = TrainingFaultConfig(
+            kinds=scenario.kinds, peers_max=2 * scenario.peers, crowd_max=scenario.crowd_max
+        )
         config = TrainingConfig(
             target_batch_size=faults.batch * _EPOCH_STEPS * scenario.peers,
             mode=scenario.mode,

@@ -256,6 +256,7 @@ def test_peers_that_miss_the_first_cells_of_the_first_epoch_hold_up_nobody(late:
     [
         (1, (0.3, 0.005, 0.005, 0.3, 0.3), (0.0, 0.2, 1.3, 3.1, 0.0)),
         (3, (0.3, 0.05, 0.005, 0.3, 0.05), (2.8, 0.0, 0.0, 0.0, 0.0)),
+        (11, (0.05, 0.005, 0.3, 0.005, 0.05), (0.0, 0.0, 0.0, 0.0, 1.6)),
         (36, (0.05, 0.005, 0.3, 0.005, 0.05), (0.0, 0.0, 0.0, 0.0, 1.6)),
         (108, (0.005, 0.3, 0.005, 0.3, 0.05), (0.0, 3.4, 0.6, 0.0, 0.4)),
     ],
@@ -266,7 +267,8 @@ def test_a_peer_that_meets_nobody_in_a_cell_holds_up_nobody(
     """Regression test: of five peers in groups of two one is left over in every round. It searched until the
     time limit of the round, since most hosts of its cell had not completed this round either; it began with
     the first cell again, while the other elector waited for it; and it searched on although it knew the
-    certificate of the epoch. Six epochs took 54 to 373 s.
+    certificate of the epoch. It also searched on where it had met only one of the hosts that said so, since
+    the others had no standing here. Six epochs took 54 to 373 s.
     """
 
     async def scene() -> None:

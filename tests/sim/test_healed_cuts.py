@@ -80,6 +80,16 @@ def test_a_cut_costs_a_quorum_one_round_and_leaves_one_history(scene: Scene) -> 
     check(scene)
 
 
+def test_the_side_that_gives_epochs_up_logs_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """Python shows no lower level by default: a user would not learn that work is lost, if no samples are."""
+    caplog.set_level(logging.WARNING)
+    outcome = run_virtual(cut(Scene("local", (2, 1), "both", 60.0)))
+    assert outcome.given_up
+    downloads = [one.message for one in caplog.records if one.message.startswith("downloading the state")]
+    assert downloads
+    assert all("made while it was cut off" in message for message in downloads)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("scene", [one for one in ALL if one not in SHORT], ids=lambda one: one.name)
 def test_any_cut_costs_a_quorum_one_round_and_leaves_one_history(scene: Scene) -> None:

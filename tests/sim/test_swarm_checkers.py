@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import pytest
 
+from averaging.optim.modes.settings import Gradients
 from swarm.core.ids import Key
 from swarm.dht.logic.records import VERIFIED_MAX, Entry, Record, encode_value, signed
 from swarm.testing.checkers import (
@@ -22,6 +24,8 @@ from swarm.testing.checkers import (
 )
 from swarm.testing.dht_swarm import DhtSwarm, SwarmMember
 from swarm.testing.network import SimulatedNetwork
+from swarm.testing.training_checkers import TrainingChecks
+from swarm.testing.training_swarm import TrainingConfig, TrainingSwarm
 from swarm.testing.virtual_loop import EPOCH_UNIX_S, run_virtual
 
 KEY = Key("public", "thing")
@@ -177,6 +181,35 @@ def test_unbounded_growth_is_detected() -> None:
             f"peer 1: validator._verified has {VERIFIED_MAX + 1} entries, more than {VERIFIED_MAX}"
         ]
         await swarm.network.close()
+
+    run_virtual(scenario())
+
+
+def test_growth_within_an_optimizer_is_detected(caplog: pytest.LogCaptureFixture) -> None:
+    """Regression test: only collections of the objects of one package, those of the DHT, were looked at."""
+    caplog.set_level(logging.CRITICAL)
+
+    async def scenario() -> None:
+        violations = Violations()
+        checks = TrainingChecks(violations, step_s_max=600.0)
+        async with asyncio.TaskGroup() as group:
+            config = TrainingConfig(target_batch_size=8, mode=Gradients())
+            swarm = TrainingSwarm(SimulatedNetwork(seed=1), config, checks.on_step, group)
+            one = await swarm.add(batch=4, compute_s=0.5)
+            await asyncio.sleep(10.0)
+            checks.watch([one], 10.0)
+            names = {name for name in checks.limits.largest if not name.startswith("_reporter.dht.")}
+            for part in ("_lineage._certificates", ".all_reduce.", ".machine.", "_ledger.", "_meter."):
+                assert any(part in name for name in names), f"{part} is in none of {sorted(names)}"
+            assert not violations.lines
+            vars(vars(one.optimizer)["_history"])["forgotten"] = list(range(5_001))
+            checks.watch([one], 20.0)
+            assert not violations.lines, "sizes are checked every half minute"
+            checks.watch([one], 40.0)
+            assert [line.partition(": ")[2] for line in violations.lines] == [
+                "peer 0: _history.forgotten has 5001 entries, more than 5000"
+            ]
+            await swarm.close()
 
     run_virtual(scenario())
 

@@ -84,7 +84,9 @@ class CellMembers:
 def is_over_by_word(said: Mapping[PeerId, bool], has_standing: Callable[[PeerId], bool]) -> bool:
     """Return whether a round is over by the word of the hosts of its cell: at least two of those that have
     replied say so, and more than half. `said`: whether each says so. Anybody can make identities that are
-    hosts of a cell: where a host with standing has replied, the others do not count.
+    hosts of a cell: where hosts with standing have replied, more than half of them must say so, whatever the
+    others say. The second word may be that of a host without standing: a peer that has met one other peer
+    knows no second host with standing, and would search until its time limit.
     """
     words = [over for host, over in said.items() if has_standing(host)] or [*said.values()]
-    return sum(words) >= _WORDS_MIN and 2 * sum(words) > len(words)
+    return sum(said.values()) >= _WORDS_MIN and 2 * sum(words) > len(words)

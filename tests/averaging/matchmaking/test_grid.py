@@ -256,14 +256,20 @@ def test_cell_members_follow_the_latest_turn_and_expire() -> None:
         ("", "y", False),
         ("", "yy", True),
         ("n", "yy", False),
-        ("y", "yy", False),
+        ("y", "n", False),
+        ("y", "y", True),
+        ("y", "yy", True),
+        ("yn", "yy", False),
         ("yy", "nnn", True),
     ],
 )
-def test_a_round_is_over_by_the_word_of_two_hosts_and_strangers_count_among_themselves_only(
+def test_a_round_is_over_by_the_word_of_two_hosts_and_never_against_most_of_those_with_standing(
     members: str, strangers: str, is_over: bool
 ) -> None:
-    """Regression test: a single host was believed, any stranger that had made an identity for the cell."""
+    """Regression test: a single host was believed, any stranger that had made an identity for the cell. Later
+    strangers did not count where one host with standing had replied: that one alone was not enough, although
+    two strangers alone were.
+    """
     said = {PEERS[place]: word == "y" for place, word in enumerate(members + strangers)}
     standing = PEERS[: len(members)]
     assert is_over_by_word(said, lambda peer: peer in standing) is is_over
