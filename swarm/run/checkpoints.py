@@ -89,20 +89,32 @@ class CheckpointWriter:
         if aside is not None:
             self._emit(Notice(text=f"starting over; earlier checkpoints are kept in {aside}"))
 
-    def follow(self, epoch: int) -> None:
-        """Move the checkpoints to another folder if the newest is of a later epoch than the state of the
-        other peers. Their state then belongs to another history, and their checkpoints must not replace this
-        machine's.
+    def follow(self, optimizer: Optimizer) -> None:
+        """Move the checkpoints to another folder if the newest belongs to another history than the state that
+        was downloaded from the other peers: their checkpoints must not replace this machine's.
         """
         newest = self._checkpoints.newest_epoch()
-        if newest is None or newest <= epoch:
+        if newest is None or not (newest > optimizer.epoch or self._has_parted(optimizer)):
             return
         aside = self._checkpoints.archive()
         text = (
-            f"the others are in epoch {epoch} of another history of this run than this machine's checkpoint "
-            f"of epoch {newest}: following them; earlier checkpoints are kept in {aside}"
+            f"the others are in epoch {optimizer.epoch} of another history of this run than this machine's "
+            f"checkpoint of epoch {newest}: following them; earlier checkpoints are kept in {aside}"
         )
         self._emit(Notice(text=text))
+
+    def _has_parted(self, optimizer: Optimizer) -> bool:
+        """Return whether the newest checkpoint is not in the history of the optimizer's state."""
+        from averaging.optim.state.checkpoint import has_parted, root_of_file
+        from averaging.optim.state.training_state import past_of_header
+
+        saved = root_of_file(self._checkpoints.newest_first()[0])
+        view = optimizer.state_view()
+        try:
+            past = past_of_header(view.header)
+        finally:
+            view.close()
+        return saved is not None and past is not None and has_parted(saved, past)
 
     def after_epoch(self, optimizer: Optimizer) -> None:
         """Start to write a checkpoint if one is due and the last one is written."""

@@ -322,7 +322,7 @@ class Volunteer:
         epoch = None if new else self._load_state(training.optimizer)
         if epoch:
             if writer is not None:
-                writer.follow(epoch)
+                writer.follow(training.optimizer)
         elif writer is None or not writer.resume(training.optimizer):
             if epoch is None and not new:
                 text = (

@@ -11,11 +11,15 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from averaging.history.chain import Chain
+from averaging.history.encoding import encode_chain, encode_root
+from averaging.history.lineage import Lineage
 from averaging.optim.state.checkpoint import Checkpoints
 from averaging.optim.state.training_state import TrainingState
 from swarm.core.errors import SwarmError
 from swarm.run.checkpoints import CheckpointConfig, CheckpointWriter
 from swarm.run.events import Event, Notice
+from tests.averaging.history.peers import PEERS, RUN, certificate, upon
 
 
 class View:
@@ -91,12 +95,46 @@ def test_checkpoints_of_a_later_epoch_than_the_others_are_set_aside(tmp_path: Pa
     _, config = saved(tmp_path / "run", 1119)
     emitted: list[Event] = []
     writer = CheckpointWriter(config, ["weight"], {}, emitted.append)
-    writer.follow(1119)
+    writer.follow(downloaded(1119))
     assert not emitted
-    writer.follow(413)
+    writer.follow(downloaded(413))
     assert "the others are in epoch 413 of another history" in str(emitted)
     assert Checkpoints(tmp_path / "run.earlier-1").newest_epoch() == 1119
     assert not (tmp_path / "run").exists()
+
+
+def downloaded(epoch: int, past: Chain | None = None) -> Any:
+    """Return an optimizer that has loaded the state of other peers."""
+    header = {"history": encode_root(past.end), "past": encode_chain(past)} if past is not None else {}
+    view = SimpleNamespace(header=header, close=lambda: None)
+    return SimpleNamespace(epoch=epoch, state_view=lambda: view)
+
+
+def history_of(first: int, rounds: int) -> Chain:
+    """Return the certificates of a run that the peer of this number began."""
+    lineage = Lineage(RUN, PEERS[first])
+    for _ in range(rounds):
+        lineage.extend(certificate(upon(lineage, PEERS[first:3]), PEERS[first:3]))
+    return lineage.chain()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_checkpoints_of_a_run_that_others_began_anew_are_set_aside_whatever_its_epoch(
+    tmp_path: Path, first: int
+) -> None:
+    """Regression test: where the new history had come further, its checkpoints replaced the old ones."""
+    state, config = saved(tmp_path / "run")
+    with state.lock:
+        state.mark_changed(3, root=history_of(0, 3).end)
+    Checkpoints(tmp_path / "run").save(state.view(), ["weight"])
+    emitted: list[Event] = []
+    CheckpointWriter(config, ["weight"], {}, emitted.append).follow(downloaded(9, history_of(first, 9)))
+    if first == 0:
+        assert not emitted, "it is this machine's own history, which the others have continued"
+        return
+    assert "the others are in epoch 9 of another history" in str(emitted)
+    assert "this machine's checkpoint of epoch 3" in str(emitted)
+    assert Checkpoints(tmp_path / "run.earlier-1").newest_epoch() == 3
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from averaging.history.chain import Chain
 from averaging.optim.state.snapshot import digests_of, encode_snapshot, mapping, pack, snapshot_digest
 from averaging.optim.state.training_state import root_of_header
 from averaging.optim.state.view import StateView
@@ -158,6 +159,27 @@ def read(path: Path) -> Checkpoint:
         raise PeerError(f"{path} is damaged: {type(error).__name__} in its description") from error
     about = {key.removeprefix("about."): value for key, value in metadata.items() if key.startswith("about.")}
     return Checkpoint(path=path, epoch=int(metadata["epoch"]), blob=blob, tensors=tensors, about=about)
+
+
+def root_of_file(path: Path) -> Chain | None:
+    """Return the head of the history that a file's state belongs to, without reading the state; None where
+    the file names none, or is damaged.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+        packed = base64.b64decode(metadata["header"])
+        return root_of_header(mapping(msgpack.unpackb(packed, raw=False, strict_map_key=False)))
+    except (OSError, SafetensorError, PeerError, *_DAMAGE):
+        return None
+
+
+def has_parted(saved: Chain, past: Chain) -> bool:
+    """Return whether a state of the head `saved` belongs to another history than the one whose last
+    certificates are `past`. It does not if it is older than all of these: nothing tells then.
+    """
+    is_known = saved.head == past.head or any(saved.head == one.head for one in past.certificates)
+    return not is_known and saved.root_epoch >= past.root_epoch
 
 
 class Checkpoints:
