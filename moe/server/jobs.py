@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -75,8 +75,10 @@ class Outcome:
 
     def copied(self) -> Outcome:
         """Return the same outcome with tensors in memory of their own: those of a batch are views of it."""
-        payloads = [replace(one, payload=bytes(one.payload)) for one in self.payloads]
-        return replace(self, payloads=payloads)
+        payloads = [
+            TensorPayload(one.codec, one.version, bytes(one.payload), one.absent) for one in self.payloads
+        ]
+        return Outcome(payloads, self.version, self.failure)
 
 
 @dataclass(slots=True)
