@@ -305,9 +305,8 @@ class RunHistory:
             self.settle()
 
     def unfollow(self) -> None:
-        """Return to the history before `follow`: no state could be loaded."""
-        with self._lock:
-            self._lineage, self._left = self._left or self._lineage, None
+        """Return to the history before `follow`: no state could be loaded, or not all that follows it."""
+        self.settle(returns=True)
 
     def forget(self, peer: PeerId) -> None:
         """Forget what a peer reported: it is banned, or gone."""
@@ -330,13 +329,13 @@ class RunHistory:
         with self._lock:
             return self._lineage.knows(head)
 
-    def settle(self) -> None:
-        """Note that the state of the followed history was loaded."""
+    def settle(self, *, returns: bool = False) -> None:
+        """Note that the state of the followed history was loaded; where it `returns`, perhaps."""
         with self._lock:
-            before = (self._left or self._lineage).head
-            self.has_parted = not self._lineage.knows(before)
-            self.has_counted = not self.has_parted and self._lineage.chain([before]).has_worked(self.own)
-            self._left = None
+            left = self._left or self._lineage
+            self.has_parted = not self._lineage.knows(left.head)
+            self.has_counted = not self.has_parted and self._lineage.chain([left.head]).has_worked(self.own)
+            self._lineage, self._left = left if returns else self._lineage, None
             self._heads.reconsider()
 
     def _moved(self) -> None:

@@ -122,6 +122,24 @@ def test_a_certificate_of_a_round_that_failed_here_tells_whether_this_peers_samp
     assert not mine.has_counted, "it concerns the latest state only"
 
 
+@pytest.mark.parametrize("counts", [False, True])
+def test_a_load_that_ends_with_an_error_tells_whether_this_peers_samples_are_in_the_state(
+    counts: bool,
+) -> None:
+    """Regression test: an error in the replay of rounds, after the state was replaced, left the answer to the
+    load before. The samples were carried into the next round, where they counted twice.
+    """
+    mine = history()
+    about = proposal(mine.head, (OWN, OTHER), (OTHER, OWN) if counts else (OTHER,), epoch=2)
+    found = Certificate(proposal=about, result=make_result(b"r" * 32, [], 2), votes={}, goodbyes={})
+    root = mine.root
+    chain = Chain(head=root.head, electors=root.electors, certificates=(found,), root_epoch=1)
+    mine.follow(Ahead(chain, Contact(OTHER, ())))
+    mine.unfollow()
+    assert mine.head == root.head
+    assert mine.has_counted is counts
+
+
 def later(head: bytes, *, epoch: int, by: int, is_break: bool = False) -> Certificate:
     """Return a round of one peer alone after a round of both."""
     about = proposal(head, (OWN, OTHER), (PEERS[by],), epoch=epoch, is_break=is_break, attempt=by)
