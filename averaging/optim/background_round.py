@@ -35,6 +35,8 @@ class RoundPlan:
     weight: float
     gather: Any
     timeout_s: float  # limit for one round
+    # an earlier attempt failed here after it had sent these values, and others may have committed it
+    may_have_counted: bool
     # returns the value to gather in the next round, computed from the gathered values of the last one
     merge: Callable[[Sequence[Any]], Any]
     # receives the result of one round and writes the averages into the tensors

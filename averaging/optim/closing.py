@@ -191,7 +191,9 @@ class EpochCloser:
                 return self.step_alone(result, failed)
             if failed or again:
                 self._tracker.announce_full(epoch)
-            result = self._averager.average(epoch, self.is_obsolete, OBSOLETE_ROUND_GRACE_S)
+            result = self._averager.average(
+                epoch, self.is_obsolete, OBSOLETE_ROUND_GRACE_S, self.has_lost_round
+            )
             if not result.failed:
                 return self.committed(result, failed)
             failed += 1

@@ -182,13 +182,15 @@ class EpochAverager:
             for feedback, one in zip(self._feedbacks, states, strict=True):
                 feedback.load_state_dict(one)
 
-    def begin(self, epoch: int, is_obsolete: Callable[[], bool], grace_s: float) -> RunningRound:
+    def begin(
+        self, epoch: int, is_obsolete: Callable[[], bool], grace_s: float, may_have_counted: bool = False
+    ) -> RunningRound:
         """Begin the round of `epoch` in the background. If it succeeds, the mode's tensors hold the average
         once its result is taken.
 
         The round is cancelled `grace_s` after `is_obsolete()` became true: one that is in progress ends
         before that, one without partners does not. In a swarm that is larger than a group there are several,
-        one after the other.
+        one after the other. `may_have_counted`: others may have committed an attempt that failed here.
         """
         self.open()
         assert self._epoch_averager is not None
@@ -205,6 +207,7 @@ class EpochAverager:
             weight=weight,
             gather=metadata,
             timeout_s=self._config.round_timeout_s,
+            may_have_counted=may_have_counted,
             merge=self._mode.merge_metadata,
         )
         return self._begin(plan, is_obsolete, grace_s)
@@ -230,9 +233,11 @@ class EpochAverager:
             check_interval_s(history.size.peers if history is not None else 1),
         )
 
-    def average(self, epoch: int, is_obsolete: Callable[[], bool], grace_s: float) -> RoundResult:
+    def average(
+        self, epoch: int, is_obsolete: Callable[[], bool], grace_s: float, may_have_counted: bool = False
+    ) -> RoundResult:
         """Begin the round of `epoch` and wait for its end; parameters as in `begin`."""
-        return self.begin(epoch, is_obsolete, grace_s).result()
+        return self.begin(epoch, is_obsolete, grace_s, may_have_counted).result()
 
     def set_computing(self, seconds: float) -> None:
         """Inform the others that this peer computes a step and joins no round for about `seconds`."""
@@ -307,6 +312,7 @@ class EpochAverager:
             weight=1.0,
             gather=metadata(),
             timeout_s=_STATE_TIMEOUT_S,
+            may_have_counted=False,
             merge=lambda _: metadata(),
             take=take,
         )

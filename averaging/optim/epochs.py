@@ -419,7 +419,9 @@ class EpochLoop:
             return self._finish_close(report, self._closer.step_alone(None, 0), contributed)
         if self._retry_at_samples:
             self._tracker.announce_full(epoch)
-        background_round = self._averager.begin(epoch, self._closer.is_obsolete, OBSOLETE_ROUND_GRACE_S)
+        background_round = self._averager.begin(
+            epoch, self._closer.is_obsolete, OBSOLETE_ROUND_GRACE_S, self._closer.has_lost_round
+        )
         self._background = _BackgroundEpoch(background_round, epoch, contributed, self._clock.monotonic_s())
         return replace(report, accumulated=self._learner.samples)
 

@@ -139,7 +139,8 @@ class GridRound:
             _log.info(
                 "epoch %d continues without round %d: %s", self._plan.epoch, self._number, result.detail
             )
-            if result.unresolved and result.reason == "passed":
+            is_first_again = self._number == 1 and self._plan.may_have_counted
+            if (result.unresolved or is_first_again) and result.reason == "passed":
                 # the cell has continued with what this peer voted for: its values count there already
                 self._weight = 0.0
         else:

@@ -21,10 +21,13 @@ OTHER = SeededIdentity(2).peer_id
 class History:
     """A history of whose electors this peer alone is a quorum."""
 
-    ahead, is_break, grid_rounds = None, False, 1
+    ahead, is_break, grid_rounds, has_begun = None, False, 1, True
     root = SimpleNamespace(electors=(SeededIdentity(1).peer_id, OTHER))
 
     def seek_quorum(self, *_: Any) -> bool:
+        return True
+
+    def leave(self, proposal: None) -> bool:
         return True
 
     def is_new(self, peer: PeerId, head: bytes) -> bool:
@@ -57,10 +60,11 @@ def closer(
         others_at_head=lambda: {peer: one for peer, one in others.items() if one.head == HEAD},
         voters=list,
         on_round=lambda peers: None,
+        announce_full=lambda epoch: None,
     )
     mode: Any = SimpleNamespace(
         state=SimpleNamespace(epoch=3),
-        traits=SimpleNamespace(canonical=True, proceeds_alone=False),
+        traits=SimpleNamespace(canonical=True, proceeds_alone=False, keeps_progress=False),
         failed=lambda reason: None,
     )
     averager = averager or SimpleNamespace(in_round=in_round, in_state_round=False)
@@ -160,6 +164,20 @@ def test_samples_may_be_counted_where_a_later_attempt_learns_that_the_others_hav
     assert outcome is not None
     assert outcome.behind
     assert closing.has_lost_round
+
+
+def test_the_next_attempt_knows_that_others_may_have_committed_the_last_one() -> None:
+    begun, history, catch_up = list[bool](), History(), Times()
+    history.grid_rounds = 2
+    catch_up.probe = lambda timeout_s: None  # type: ignore[attr-defined]
+
+    def average(epoch: int, is_obsolete: Any, grace_s: float, may_have_counted: bool) -> RoundResult:
+        begun.append(may_have_counted)
+        return RoundResult(failed=True, reason="round", unresolved=len(begun) == 1)
+
+    closing = closer(HEAD, history=history, catch_up=catch_up, averager=SimpleNamespace(average=average))
+    assert not closing.run_rounds(again=False).stepped
+    assert begun == [False, True, True]
 
 
 @pytest.mark.parametrize("fails", ["the step", "the scheduler", ""])

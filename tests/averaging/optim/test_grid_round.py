@@ -66,7 +66,7 @@ class Scene:
     history: Any = field(default_factory=History)
     begun: list[Pending] = field(default_factory=list)
 
-    def begin(self) -> GridRound:
+    def begin(self, *, may_have_counted: bool = False) -> GridRound:
         node = SimpleNamespace(
             clock=SimpleNamespace(monotonic_s=lambda: self.now_s),
             network=SimpleNamespace(waits=ThreadWaits()),
@@ -86,6 +86,7 @@ class Scene:
             weight=1.0,
             gather=None,
             timeout_s=60.0,
+            may_have_counted=may_have_counted,
             merge=lambda _: None,
             take=lambda pending: pending.result,
             step=step,
@@ -130,6 +131,23 @@ def test_values_that_the_cell_has_committed_without_this_peer_do_not_count_again
         scene.begun[-1].end("passed" if number == failing else "", unresolved=unresolved)
         assert not epoch.done()
     assert [one.weight for one in scene.begun] == [1.0] * failing + [0.0 if unresolved else 1.0]
+
+
+@pytest.mark.parametrize("may_have_counted", [False, True])
+@pytest.mark.parametrize("passed", [1, 2])
+def test_values_that_the_first_cell_has_committed_in_an_earlier_attempt_do_not_count_again(
+    passed: int, may_have_counted: bool
+) -> None:
+    """Regression test: only the attempt that had voted itself left its weight out of the next cell; the next
+    one, which found that the others had finished the round, brought it there once more.
+    """
+    scene = Scene()
+    epoch = scene.begin(may_have_counted=may_have_counted)
+    for number in range(1, passed + 1):
+        scene.begun[-1].end("passed" if number == passed else "")
+        assert not epoch.done()
+    is_again = may_have_counted and passed == 1
+    assert [one.weight for one in scene.begun] == [1.0] * passed + [0.0 if is_again else 1.0]
 
 
 @pytest.mark.parametrize("unresolved", [False, True])
