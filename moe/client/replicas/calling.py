@@ -386,11 +386,6 @@ def cast_to_schema(leaves: Sequence[Leaf], tensors: Sequence[TensorT]) -> list[T
     """
     if len(leaves) != len(tensors):
         return list(tensors)  # the schema check refuses it with a message
-    for leaf, tensor in zip(leaves, tensors, strict=True):
-        if tensor is not None and tensor.dtype != leaf.dtype:
-            break
-    else:  # the common case: hundreds of calls in a pass make no further list
-        return tensors if isinstance(tensors, list) else list(tensors)
     return [
         tensor.to(leaf.dtype)
         if tensor is not None
