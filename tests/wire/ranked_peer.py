@@ -86,7 +86,8 @@ def main(asked: dict[str, Any]) -> None:
             opt.zero_grad()
             backward(net, batch(1000 * asked.get("number", 0) + size * batches + rank))
             batches += 1
-            if asked.get("dies_at") == [rank, opt.epoch]:
+            dying, dies_at = asked.get("dies_at", (None, 0))
+            if dying == rank and opt.epoch >= dies_at:  # a peer that has fallen behind skips epochs
                 os._exit(1)
             report = opt.step()
             reports.append(report)
