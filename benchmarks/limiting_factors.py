@@ -179,10 +179,6 @@ LIMITED_BY: dict[str, str] = {
         "objects of torch; servers keep them out (`gc.freeze()`), as a trainer can. Requests to one server "
         "share a message (docs/decisions/0070); one task for all of them at the trainer would save more."
     ),
-    "experts-memory": (
-        "fragmentation, in figures made before 28 November: answers that the server keeps lay among the "
-        "temporary tensors of layers in the heap. They are copied since then (docs/decisions/0020)."
-    ),
     "state-1-donor": _STATE_MOVED,
     "state-3-donors": _STATE_MOVED,
     "convergence-bytes-diloco-int2-with-error-feedback": _STALE_FEEDBACK,
