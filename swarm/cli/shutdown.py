@@ -7,6 +7,7 @@ therefore gone within three seconds, and with `exit_with_parent` a child never o
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -18,6 +19,20 @@ _INTERRUPT_S = 0.8
 _ABANDON_S = 2.5
 _REPEAT_S = 0.1  # how often to look whether an interruption was lost
 _ORPHAN_S = (0.4, 1.5)  # `interrupt_s` and `abandon_s` once the parent has ended
+_WAIT_S_MAX = 0.25  # the longest that a signal goes unnoticed while the main thread waits
+
+
+class Request(threading.Event):
+    """An event that waits in short pieces. Python runs the handler of a signal in the main thread, and a
+    signal that came just before that thread waits, or to another thread, does not wake it.
+    """
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the event is set, at most for `timeout` seconds. Return whether it is set."""
+        until_s = math.inf if timeout is None else time.monotonic() + timeout
+        while not self.is_set() and (left_s := until_s - time.monotonic()) > 0:
+            super().wait(min(left_s, _WAIT_S_MAX))
+        return self.is_set()
 
 
 class Shutdown:
@@ -34,7 +49,7 @@ class Shutdown:
         sets it higher. `abandon_s`: after this time the process is ended, even if its cleanup is not
         complete.
         """
-        self.requested = threading.Event()
+        self.requested = Request()
         self.reason = ""
         self._over = threading.Event()
         self._cleaning_up = threading.Event()

@@ -50,6 +50,30 @@ with Shutdown(interrupt_s=0.1, abandon_s=60.0):
 """
 
 
+# The signal comes to another thread, so it does not wake the main thread, as one just before its wait.
+NOT_WAKING = """
+import signal, threading, time
+from swarm.cli.shutdown import Shutdown
+
+def signal_here():
+    time.sleep(0.2)
+    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+with Shutdown() as shutdown:
+    threading.Thread(target=signal_here).start()
+    began_s = time.monotonic()
+    print(shutdown.requested.wait(60.0), time.monotonic() - began_s < 30.0, shutdown.reason)
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="sends a POSIX signal to one thread")
+def test_a_signal_that_does_not_wake_the_main_thread_ends_its_wait() -> None:
+    """Regression: such a signal was noticed at the end of the wait, after 5 s by `swarm bootstrap`."""
+    command = [sys.executable, "-c", NOT_WAKING]
+    ended = subprocess.run(command, check=True, capture_output=True, text=True, timeout=90.0)
+    assert ended.stdout == "True True SIGTERM\n"
+
+
 @pytest.mark.parametrize(
     ("script", "printed"),
     [(LOST, "ended\n"), (LOST_BEFORE, "cleaned up\n")],
