@@ -67,7 +67,7 @@ class RunHistory:
         self._probed_s, self._has_left = -1e9, False
         self._sleep = SleepWatch(node.clock.swarm_s)
         self.removed = frozenset[PeerId]()  # removed by the run's owner: not waited for; replaced as a whole
-        self.has_parted = False  # the last loaded state belongs to a history without this peer's own work
+        self.has_parted = False  # the history that was followed last is one without this peer's own work
         self.has_counted = False  # a round in it that failed here has this peer's values
         self._strange: list[list[Contact]] = []  # for each head that strangers report, the peers to ask
 
@@ -305,8 +305,14 @@ class RunHistory:
             self.settle()
 
     def unfollow(self) -> None:
-        """Return to the history before `follow`: no state could be loaded, or not all that follows it."""
-        self.settle(returns=True)
+        """Return to the history before `follow`: no state of the other one was loaded, or an error came after
+        it was. `has_parted` and `has_counted` are then those of the other history. Nothing changes where the
+        state was loaded whole (`settle`).
+        """
+        with self._lock:
+            if self._left is not None:
+                self._compare(self._left)
+                self._lineage, self._left = self._left, None
 
     def forget(self, peer: PeerId) -> None:
         """Forget what a peer reported: it is banned, or gone."""
@@ -329,14 +335,17 @@ class RunHistory:
         with self._lock:
             return self._lineage.knows(head)
 
-    def settle(self, *, returns: bool = False) -> None:
-        """Note that the state of the followed history was loaded; where it `returns`, perhaps."""
+    def settle(self) -> None:
+        """Note that the state of the followed history was loaded."""
         with self._lock:
-            left = self._left or self._lineage
-            self.has_parted = not self._lineage.knows(left.head)
-            self.has_counted = not self.has_parted and self._lineage.chain([left.head]).has_worked(self.own)
-            self._lineage, self._left = left if returns else self._lineage, None
+            self._compare(self._left or self._lineage)
+            self._left = None
             self._heads.reconsider()
+
+    def _compare(self, left: Lineage) -> None:
+        """Determine what the followed history has of this peer's work since `left`. The lock must be held."""
+        self.has_parted = not self._lineage.knows(left.head)
+        self.has_counted = not self.has_parted and self._lineage.chain([left.head]).has_worked(self.own)
 
     def _moved(self) -> None:
         self._offers.clear()

@@ -138,6 +138,10 @@ def test_a_load_that_ends_with_an_error_tells_whether_this_peers_samples_are_in_
     mine.unfollow()
     assert mine.head == root.head
     assert mine.has_counted is counts
+    mine.follow(Ahead(chain, Contact(OTHER, ())))
+    mine.settle()
+    mine.unfollow()
+    assert (mine.head, mine.has_counted) == (found.head, counts), "interrupted once all was loaded"
 
 
 def later(head: bytes, *, epoch: int, by: int, is_break: bool = False) -> Certificate:
