@@ -264,8 +264,8 @@ class ServedCalls:
         self._unsent: deque[tuple[int, Outcome, bool]] = deque()
         self._wake = ChangeEvent()
         self._is_writing = True  # the task that writes has something to do, has not begun, or has ended
-        # sends the rest of a message, with what `_count_out` takes then
-        self._rest: tuple[Coroutine[Any, Any, None], tuple[int, int]] | None = None
+        # sends the rest of a message, with the size of its answers
+        self._rest: tuple[Coroutine[Any, Any, None], int] | None = None
         self._below_limit = asyncio.Event()
         self._stopping = False
 
@@ -303,7 +303,7 @@ class ServedCalls:
             self._has_ended = True
             if self._rest is not None:
                 self._rest[0].close()
-                self._count_out(self._rest[1])
+                self._room.release(self._rest[1])
             for one in list(self._open.values()):  # this task may have been cancelled, and then its group
                 one.cancel()
             for _, outcome, counted in self._unsent:
@@ -420,7 +420,7 @@ class ServedCalls:
         except aio.BaseError:
             rest = None  # the reader learns it
         if rest is None:
-            self._count_out(sent)
+            self._room.release(sent)
             return True
         self._rest, self._is_writing = (rest, sent), True
         return False
@@ -447,23 +447,21 @@ class ServedCalls:
                 except BulkLost:
                     return
                 finally:
-                    self._count_out(sent)
+                    self._room.release(sent)
                 self._below_limit.set()
 
-    def _next_batch(self) -> tuple[bytes, tuple[int, int]]:
-        """Return a message with queued answers, their size in the queue, and how many of them count."""
-        batch, counted, size_bytes = AnswerBatch(), 0, 0
+    def _next_batch(self) -> tuple[bytes, int]:
+        """Return a message with queued answers, and their size in the queue, which stays reserved until it is
+        written. Their calls are not open any more: a caller that has an answer may call again at once.
+        """
+        batch, size_bytes = AnswerBatch(), 0
         while self._unsent and size_bytes < _BATCH_BYTES and len(batch.answers) < BATCH_CALLS_MAX:
             number, (code, details, reply), was_counted = self._unsent.popleft()
             batch.answers.add(number=number, status=code.value[0], details=details, reply=reply)
-            counted += was_counted
+            if was_counted:
+                self._calls.leave()
             size_bytes += len(reply) + len(details)
-        return batch.SerializeToString(), (size_bytes, counted)
-
-    def _count_out(self, sent: tuple[int, int]) -> None:
-        self._room.release(sent[0])
-        for _ in range(sent[1]):
-            self._calls.leave()
+        return batch.SerializeToString(), size_bytes
 
 
 def _answer_bytes(outcome: Outcome) -> int:
