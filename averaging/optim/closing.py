@@ -192,7 +192,7 @@ class EpochCloser:
             if failed or again:
                 self._tracker.announce_full(epoch)
             result = self._averager.average(
-                epoch, self.is_obsolete, OBSOLETE_ROUND_GRACE_S, self.has_lost_round
+                epoch, self.is_obsolete, OBSOLETE_ROUND_GRACE_S, may_have_counted=self.has_lost_round
             )
             if not result.failed:
                 return self.committed(result, failed)

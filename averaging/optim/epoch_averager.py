@@ -183,7 +183,7 @@ class EpochAverager:
                 feedback.load_state_dict(one)
 
     def begin(
-        self, epoch: int, is_obsolete: Callable[[], bool], grace_s: float, may_have_counted: bool = False
+        self, epoch: int, is_obsolete: Callable[[], bool], grace_s: float, *, may_have_counted: bool = False
     ) -> RunningRound:
         """Begin the round of `epoch` in the background. If it succeeds, the mode's tensors hold the average
         once its result is taken.
@@ -234,10 +234,10 @@ class EpochAverager:
         )
 
     def average(
-        self, epoch: int, is_obsolete: Callable[[], bool], grace_s: float, may_have_counted: bool = False
+        self, epoch: int, is_obsolete: Callable[[], bool], grace_s: float, *, may_have_counted: bool = False
     ) -> RoundResult:
         """Begin the round of `epoch` and wait for its end; parameters as in `begin`."""
-        return self.begin(epoch, is_obsolete, grace_s, may_have_counted).result()
+        return self.begin(epoch, is_obsolete, grace_s, may_have_counted=may_have_counted).result()
 
     def set_computing(self, seconds: float) -> None:
         """Inform the others that this peer computes a step and joins no round for about `seconds`."""

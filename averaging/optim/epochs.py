@@ -326,7 +326,7 @@ class EpochLoop:
                 hook()
         has_lost_round = self._closer.has_lost_round
         self._learner.suspend()
-        # users see warnings only, and that work is lost is more than that a peer was behind
+        # Python shows only warnings by default: lost epochs are worth one, a download alone is not
         _log.log(logging.WARNING if given_up else logging.INFO, "downloading the state again: %s", why)
         loaded = self.load(self._load_timeout_s)
         if loaded.dropped:
@@ -420,7 +420,10 @@ class EpochLoop:
         if self._retry_at_samples:
             self._tracker.announce_full(epoch)
         background_round = self._averager.begin(
-            epoch, self._closer.is_obsolete, OBSOLETE_ROUND_GRACE_S, self._closer.has_lost_round
+            epoch,
+            self._closer.is_obsolete,
+            OBSOLETE_ROUND_GRACE_S,
+            may_have_counted=self._closer.has_lost_round,
         )
         self._background = _BackgroundEpoch(background_round, epoch, contributed, self._clock.monotonic_s())
         return replace(report, accumulated=self._learner.samples)

@@ -139,9 +139,10 @@ class GridRound:
             _log.info(
                 "epoch %d continues without round %d: %s", self._plan.epoch, self._number, result.detail
             )
-            is_first_again = self._number == 1 and self._plan.may_have_counted
-            if (result.unresolved or is_first_again) and result.reason == "passed":
-                # the cell has continued with what this peer voted for: its values count there already
+            may_have_counted = result.unresolved or (self._number == 1 and self._plan.may_have_counted)
+            if may_have_counted and result.reason == "passed":
+                # the cell has committed, without this peer, a round for which this attempt or an earlier one
+                # had sent its values: they count there already
                 self._weight = 0.0
         else:
             self._averaged, self._weight = result, result.weight

@@ -35,8 +35,9 @@ from swarm.wire.expert_pb2 import ExpertRequest
 
 _POOLED_BYTES = 256 << 10
 # Answers up to this size are copied before they are kept. In the computing thread's part of the heap they
-# would lie among the temporary tensors of layers, and leave gaps that are too small for those.
-_COPIED_BYTES_MAX = 256 << 10
+# would lie among the temporary tensors of layers, and leave gaps that are too small for those. A larger one
+# would cost the network thread a long copy.
+_KEPT_COPY_BYTES_MAX = 256 << 10
 # How long the outcomes of requests in one message are gathered for one answer. Too small: quick experts are
 # answered in many messages; too large: those of slow ones come late.
 GATHER_S = 0.02
@@ -70,7 +71,7 @@ class PassRunner:
                 self._pending.pop(job.pass_id, None)
                 self.input_cache.drop(job.caller, (job.pass_id[1], job.uid))
                 if not outcome.failure:
-                    if outcome.size_bytes <= _COPIED_BYTES_MAX:
+                    if outcome.size_bytes <= _KEPT_COPY_BYTES_MAX:
                         outcome = outcome.copied()  # the reply takes the copy, too
                     self._applied.note(*job.pass_id, outcome, outcome.size_bytes)
                     if job.uid in self._joint:

@@ -22,9 +22,10 @@ _ORPHAN_S = (0.4, 1.5)  # `interrupt_s` and `abandon_s` once the parent has ende
 _WAIT_S_MAX = 0.25  # the longest that a signal goes unnoticed while the main thread waits
 
 
-class Request(threading.Event):
-    """An event that waits in short pieces. Python runs the handler of a signal in the main thread, and a
-    signal that came just before that thread waits, or to another thread, does not wake it.
+class SignalAwareEvent(threading.Event):
+    """An event that looks for signals while the main thread waits. Python runs handlers of signals in the
+    main thread, between two instructions. A signal that arrives just before the wait, or in another thread,
+    does not end a wait, so this one is made of pieces of `_WAIT_S_MAX`.
     """
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -49,7 +50,7 @@ class Shutdown:
         sets it higher. `abandon_s`: after this time the process is ended, even if its cleanup is not
         complete.
         """
-        self.requested = Request()
+        self.requested = SignalAwareEvent()
         self.reason = ""
         self._over = threading.Event()
         self._cleaning_up = threading.Event()

@@ -94,7 +94,7 @@ class CheckpointWriter:
         was downloaded from the other peers: their checkpoints must not replace this machine's.
         """
         newest = self._checkpoints.newest_epoch()
-        if newest is None or not (newest > optimizer.epoch or self._has_parted(optimizer)):
+        if newest is None or not (newest > optimizer.epoch or self._is_of_other_history(optimizer)):
             return
         aside = self._checkpoints.archive()
         text = (
@@ -103,9 +103,9 @@ class CheckpointWriter:
         )
         self._emit(Notice(text=text))
 
-    def _has_parted(self, optimizer: Optimizer) -> bool:
+    def _is_of_other_history(self, optimizer: Optimizer) -> bool:
         """Return whether the newest checkpoint is not in the history of the optimizer's state."""
-        from averaging.optim.state.checkpoint import has_parted, root_of_file
+        from averaging.optim.state.checkpoint import is_of_other_history, root_of_file
         from averaging.optim.state.training_state import past_of_header
 
         saved = root_of_file(self._checkpoints.newest_first()[0])
@@ -114,7 +114,7 @@ class CheckpointWriter:
             past = past_of_header(view.header)
         finally:
             view.close()
-        return saved is not None and past is not None and has_parted(saved, past)
+        return saved is not None and past is not None and is_of_other_history(saved, past)
 
     def after_epoch(self, optimizer: Optimizer) -> None:
         """Start to write a checkpoint if one is due and the last one is written."""

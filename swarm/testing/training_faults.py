@@ -30,12 +30,12 @@ FAULTS = (*ENDS, "join", "crowd", *ONE_PEER, "split", "one-way", "loss")
 class TrainingFaultConfig:
     """Rates and durations of faults."""
 
+    crowd_max: int  # newcomers that come at once
     kinds: tuple[str, ...] = FAULTS
     every_s: float = 15.0  # mean time between two faults
     lasting_s: float = 30.0  # cuts, freezes and bursts last up to twice this
     batch: int = 4  # samples of a step of each peer
     peers_max: int = 16
-    crowd_max: int = 4  # newcomers that come at once
 
 
 class TrainingFaults:

@@ -82,7 +82,9 @@ class TrainingScenario:
 
     @property
     def crowd_max(self) -> int:
-        """Return how many newcomers come at once, at most: in small swarms a few, in larger ones dozens."""
+        """Return how many newcomers come at once, at most: in a small swarm a few, in a larger one as many as
+        it has peers.
+        """
         return self.peers if self.peers > _SMALL_MAX else _SMALL_CROWD_MAX
 
     @property

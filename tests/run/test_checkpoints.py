@@ -137,6 +137,17 @@ def test_checkpoints_of_a_run_that_others_began_anew_are_set_aside_whatever_its_
     assert Checkpoints(tmp_path / "run.earlier-1").newest_epoch() == 3
 
 
+def test_checkpoints_from_before_the_certificates_that_the_others_keep_stay(tmp_path: Path) -> None:
+    state, config = saved(tmp_path / "run")
+    with state.lock:
+        state.mark_changed(3, root=history_of(0, 3).end)
+    Checkpoints(tmp_path / "run").save(state.view(), ["weight"])
+    emitted: list[Event] = []
+    kept = history_of(0, 9).end  # as if no certificates were kept before the ninth
+    CheckpointWriter(config, ["weight"], {}, emitted.append).follow(downloaded(9, kept))
+    assert not emitted
+
+
 @pytest.mark.parametrize(
     ("error", "why"),
     [

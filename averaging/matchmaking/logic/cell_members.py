@@ -82,11 +82,11 @@ class CellMembers:
 
 
 def is_over_by_word(said: Mapping[PeerId, bool], has_standing: Callable[[PeerId], bool]) -> bool:
-    """Return whether a round is over by the word of the hosts of its cell: at least two of those that have
-    replied say so, and more than half. `said`: whether each says so. Anybody can make identities that are
-    hosts of a cell: where hosts with standing have replied, more than half of them must say so, whatever the
-    others say. The second word may be that of a host without standing: a peer that has met one other peer
-    knows no second host with standing, and would search until its time limit.
+    """Return whether a round is over by the word of the hosts of its cell. `said`: by host that has replied,
+    whether it says so. At least two hosts must say so, and more than half of those with standing; where none
+    of these has replied, more than half of all. Anybody can make identities that are hosts of a cell, so a
+    stranger may be the second host, but strangers cannot outvote hosts with standing. If two with standing
+    were needed, a peer that has met one other peer would search until its time limit.
     """
-    words = [over for host, over in said.items() if has_standing(host)] or [*said.values()]
-    return sum(said.values()) >= _WORDS_MIN and 2 * sum(words) > len(words)
+    votes = [over for host, over in said.items() if has_standing(host)] or [*said.values()]
+    return sum(said.values()) >= _WORDS_MIN and 2 * sum(votes) > len(votes)

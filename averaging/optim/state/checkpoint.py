@@ -129,6 +129,10 @@ def _seal(metadata: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(sealed).encode()).hexdigest()
 
 
+def _header_of(metadata: Mapping[str, str]) -> Mapping[str, object]:
+    return mapping(msgpack.unpackb(base64.b64decode(metadata["header"]), raw=False, strict_map_key=False))
+
+
 def read(path: Path) -> Checkpoint:
     """Read a file and verify its digest. Raise PeerError with the reason when it is damaged."""
     try:
@@ -144,9 +148,7 @@ def read(path: Path) -> Checkpoint:
     if metadata.get("swarm") != FORMAT:
         raise PeerError(f"{path} is no checkpoint of this version of swarm")
     try:
-        header = mapping(
-            msgpack.unpackb(base64.b64decode(metadata["header"]), raw=False, strict_map_key=False)
-        )
+        header = _header_of(metadata)
         order = json.loads(metadata["tensors"])
         named = [(inner, tensors[name]) for inner, name in order[:_NAMES_MAX]]
         blob = encode_snapshot(int(metadata["epoch"]), header, named)
@@ -168,18 +170,16 @@ def root_of_file(path: Path) -> Chain | None:
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-        packed = base64.b64decode(metadata["header"])
-        return root_of_header(mapping(msgpack.unpackb(packed, raw=False, strict_map_key=False)))
+        return root_of_header(_header_of(metadata))
     except (OSError, SafetensorError, PeerError, *_DAMAGE):
         return None
 
 
-def has_parted(saved: Chain, past: Chain) -> bool:
-    """Return whether a state of the head `saved` belongs to another history than the one whose last
-    certificates are `past`. It does not if it is older than all of these: nothing tells then.
+def is_of_other_history(root: Chain, past: Chain) -> bool:
+    """Return whether a state with the head `root` is in another history than the one whose last certificates
+    are `past`. False for a state from before the first of these, about which they say nothing.
     """
-    is_known = saved.head == past.head or any(saved.head == one.head for one in past.certificates)
-    return not is_known and saved.root_epoch >= past.root_epoch
+    return past.until(root.head) is None and root.root_epoch >= past.root_epoch
 
 
 class Checkpoints:

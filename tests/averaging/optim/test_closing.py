@@ -171,7 +171,7 @@ def test_the_next_attempt_knows_that_others_may_have_committed_the_last_one() ->
     history.grid_rounds = 2
     catch_up.probe = lambda timeout_s: None  # type: ignore[attr-defined]
 
-    def average(epoch: int, is_obsolete: Any, grace_s: float, may_have_counted: bool) -> RoundResult:
+    def average(epoch: int, is_obsolete: Any, grace_s: float, *, may_have_counted: bool) -> RoundResult:
         begun.append(may_have_counted)
         return RoundResult(failed=True, reason="round", unresolved=len(begun) == 1)
 

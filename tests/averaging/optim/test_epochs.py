@@ -48,7 +48,7 @@ class Parts:
     def refused(self, *, wait: bool) -> Any:
         return SimpleNamespace(samples=0, reason="")
 
-    def average(self, *_: Any) -> Any:
+    def average(self, *_: Any, **__: Any) -> Any:
         return RESULT
 
     def advance(self, *_: Any) -> None:
