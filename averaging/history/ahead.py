@@ -65,3 +65,11 @@ def still_ahead(ahead: Ahead | None, lineage: Lineage) -> Ahead | None:
     if relation is Relation.UNRELATED:  # the voices have chosen this history
         return ahead
     return what_to_follow(relation, lineage, ahead.chain, ahead.contact, breaks=False)
+
+
+def work_kept(left: Lineage, followed: Lineage, peer: PeerId) -> tuple[bool, bool]:
+    """Return whether the history that a peer follows has parted from the one that it left; and, where it only
+    continues that one, whether values of this peer count in a round since then.
+    """
+    has_parted = not followed.knows(left.head)
+    return has_parted, not has_parted and followed.chain([left.head]).has_worked(peer)

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
-from averaging.history.ahead import Ahead, still_ahead, what_to_follow
+from averaging.history.ahead import Ahead, still_ahead, what_to_follow, work_kept
 from averaging.history.certificate import DIGEST_BYTES, Certificate, Proposal, RoundKind, goodbye_statement
 from averaging.history.chain import Chain, Relation
 from averaging.history.grace import SleepWatch
@@ -305,13 +305,10 @@ class RunHistory:
             self.settle()
 
     def unfollow(self) -> None:
-        """Return to the history before `follow`: no state of the other one was loaded, or an error came after
-        it was. `has_parted` and `has_counted` are then those of the other history. Nothing changes where the
-        state was loaded whole (`settle`).
-        """
+        """Return to the history before `follow`, unless the other one's state was loaded whole (`settle`)."""
         with self._lock:
             if self._left is not None:
-                self._compare(self._left)
+                self.has_parted, self.has_counted = work_kept(self._left, self._lineage, self.own)
                 self._lineage, self._left = self._left, None
 
     def forget(self, peer: PeerId) -> None:
@@ -338,14 +335,9 @@ class RunHistory:
     def settle(self) -> None:
         """Note that the state of the followed history was loaded."""
         with self._lock:
-            self._compare(self._left or self._lineage)
-            self._left = None
+            left, self._left = self._left or self._lineage, None
+            self.has_parted, self.has_counted = work_kept(left, self._lineage, self.own)
             self._heads.reconsider()
-
-    def _compare(self, left: Lineage) -> None:
-        """Determine what the followed history has of this peer's work since `left`. The lock must be held."""
-        self.has_parted = not self._lineage.knows(left.head)
-        self.has_counted = not self.has_parted and self._lineage.chain([left.head]).has_worked(self.own)
 
     def _moved(self) -> None:
         self._offers.clear()
