@@ -64,7 +64,7 @@ def test_peers_stay_equal_and_one_that_comes_late_takes_their_state(
         resumed.train_to(7)
         assert resumed.reports[-1].alone
         if mode == "gradients":
-            expected = one_epoch_more(weights, saved, inner)
+            expected = one_epoch_more(weights, saved, inner, [one.seed for one in resumed.taken])
             ours, theirs, before = (
                 torch.cat([p.detach().flatten() for p in net])
                 for net in (resumed.net.parameters(), expected.parameters(), weights.values())
@@ -77,14 +77,16 @@ def one_epoch_more(
     weights: dict[str, torch.Tensor],
     saved: dict[str, Any],
     inner: Callable[[torch.nn.Module], torch.optim.Optimizer],
+    seeds: list[int],
 ) -> torch.nn.Module:
-    """Return the model after one epoch of the first batches, with plain torch."""
+    """Return the model after one epoch of these batches, with plain torch."""
+    assert len(seeds) >= TARGET // BATCH
     net = build()
     net.load_state_dict(weights)
     plain = inner(net)
     plain.load_state_dict({key: value for key, value in saved.items() if key != "swarm"})
-    for seed in range(TARGET // BATCH):
+    for seed in seeds:
         inputs, targets = batch(seed)
-        ((net(inputs) - targets).square().mean() / (TARGET // BATCH)).backward()
+        ((net(inputs) - targets).square().mean() / len(seeds)).backward()
     plain.step()
     return net
