@@ -5,7 +5,7 @@ that answered. Runs on the network loop.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ from moe.client.logic.dispatch import join_places, sum_input_gradients
 from moe.client.logic.gathering import Gathering
 from moe.client.mixture.forward import REASONS_SHOWN, MixtureOutput, offload, select_rows
 from moe.client.mixture.options import MixtureOptions, PassReport
-from moe.client.replicas.calling import ForwardResult, ReplicaCalls
+from moe.client.replicas.calling import ReplicaCalls
 from moe.protocol.calls import BackwardReply, GradientPass
 from moe.protocol.errors import ExpertNotInvited
 from swarm.core.errors import DeadlineExceeded, NotEnoughPeers, SwarmError
@@ -67,33 +67,37 @@ class BackwardPass:
         found: dict[int, Sequence[torch.Tensor | None]] = {}
         versions_apart: dict[str, int] = {}
         failed: dict[int, SwarmError] = {}
-        running: dict[int, asyncio.Task[None]] = {}
         changed = ChangeEvent()
 
-        def on_outcome(number: int, outcome: BackwardReply | SwarmError) -> None:
-            del running[number]
-            if isinstance(outcome, SwarmError):
-                failed[number] = outcome
-                gathering.failed(number, clock.monotonic_s())
-            else:
+        def on_replies(replies: Mapping[int, BackwardReply | SwarmError]) -> None:
+            now_s = clock.monotonic_s()
+            for number, outcome in replies.items():
+                if isinstance(outcome, SwarmError):
+                    failed[number] = outcome
+                    gathering.failed(number, now_s)
+                    continue
                 found[number] = outcome.gradients
                 forward = branches[number].result
                 if outcome.version != forward.forward_reply.version:
                     versions_apart[str(forward.uid)] = outcome.version - forward.forward_reply.version
-                gathering.answered(number, clock.monotonic_s())
+                gathering.answered(number, now_s)
             changed.notify()
 
+        async def call() -> None:
+            passes = [
+                (branch.result.for_pass(pass_number), GradientPass(*tensors, options.staleness_max))
+                for branch, tensors in zip(branches, await self._select(gradients), strict=True)
+            ]
+            await self._calls.backward_all(passes, on_replies, deadline_s=deadline_s, codecs=options.codecs)
+
         async with asyncio.TaskGroup() as tasks:
-            selected = tasks.create_task(self._select(gradients))
             for number, branch in enumerate(branches):
                 gathering.expect(number, branch.places.rows, begun_s)
-                result = branch.result.for_pass(pass_number)
-                work = self._call(result, selected, number, deadline_s, on_outcome)
-                running[number] = tasks.create_task(work)
+            calling = tasks.create_task(call())
             while not gathering.over(now_s := clock.monotonic_s()):
                 await changed.wait(max(gathering.deadline_s() - now_s, 0.0))
-            for number, task in running.items():
-                task.cancel()
+            calling.cancel()
+            for number in set(range(len(branches))) - found.keys() - failed.keys():
                 failed[number] = DeadlineExceeded("it was too late")
                 self._calls.backward_timed_out(branches[number].result)
         below_k_min = len(gathering.rows_below_k_min)
@@ -145,22 +149,3 @@ class BackwardPass:
 
         size = sum(one.nbytes for one in gradients if one is not None)
         return list(zip(inputs, await offload(self._pool, size, select), strict=True))
-
-    async def _call(
-        self,
-        result: ForwardResult,
-        selected: asyncio.Task[list[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None]]]],
-        number: int,
-        deadline_s: float,
-        on_outcome: Callable[[int, BackwardReply | SwarmError], None],
-    ) -> None:
-        inputs, expert_gradients = (await selected)[number]
-        outcome: BackwardReply | SwarmError
-        try:
-            tensors = GradientPass(inputs, expert_gradients, self._options.staleness_max, together=True)
-            outcome = await self._calls.backward(
-                result, tensors, deadline_s=deadline_s, codecs=self._options.codecs
-            )
-        except SwarmError as error:
-            outcome = error
-        on_outcome(number, outcome)
