@@ -19,6 +19,7 @@ from swarm.core.errors import PeerError, UsageError
 from swarm.core.identity import Identity
 from swarm.run import grid_experts
 from swarm.run.changes import Change, restart_needed, sign_change
+from swarm.run.entering import found_run
 from swarm.run.grid import GridSpecification
 from swarm.run.grid_entry import check_agrees, check_module, create_or_enter, module_hash
 from swarm.run.grid_experts import ExpertFactory
@@ -126,6 +127,28 @@ def test_two_grids_of_one_name_are_told_apart_by_the_user() -> None:
     stranger = Identity.generate()
     with pytest.raises(UsageError, match=r"2 grids have this name: grid\.ffn@.*--grid NAME@ID"):
         asyncio.run(create_or_enter(dht.directory(), grid(), (), stranger, FixedClock()))
+
+
+def test_a_server_with_an_invite_creates_no_other_grid_and_finds_its_own_among_several() -> None:
+    """Regression: the other grid was published before it was refused. From then on, further servers with an
+    invite were told to choose one of two grids.
+    """
+    dht, owner, volunteer = FakeDht(), Identity.generate(), Identity.generate()
+    own = signed(owner, members="invited")
+    asyncio.run(dht.directory(owner.peer_id).publish(own))
+    directory = dht.directory(volunteer.peer_id)
+    invite = SimpleNamespace(name=own.name)
+    membership = cast(Any, SimpleNamespace(run_id=own.run_id, invite=invite))
+    other = grid(experts="other.[0:3]", members="invited")
+    with pytest.raises(UsageError, match=r"this invite is to grid\.ffn@.*the swarm has no grid\.other"):
+        asyncio.run(
+            create_or_enter(directory, other, {"experts"}, volunteer, FixedClock(), membership=membership)
+        )
+    assert [one.name for one in asyncio.run(directory.listings())] == ["grid.ffn"]
+    asyncio.run(dht.directory(volunteer.peer_id).publish(sign(other, volunteer, version=1, created_s=0.0)))
+    with pytest.raises(UsageError, match=r"2 grids match: .*--grid NAME@ID"):
+        asyncio.run(found_run(directory, None, grid=True))
+    assert asyncio.run(found_run(directory, None, grid=True, membership=membership)) == own
 
 
 @pytest.mark.parametrize(
