@@ -128,8 +128,6 @@ class ServeChoices:
             raise UsageError(
                 "--training-steps are counted from the start, so they must exceed --warmup-steps"
             )
-        if self.num_experts is not None and len(self.experts) > 1:
-            raise UsageError("--num-experts picks places in one grid: give --experts once")
         if self.listens_nowhere() and not self.addresses:
             raise UsageError(
                 "with --listen none, others can call experts only through relays of a swarm: give an "

@@ -119,6 +119,6 @@ def test_a_function_of_another_kind_is_told_how_it_is_called(tmp_path: Path, con
 def test_a_module_that_fails_for_its_own_samples_raises_an_error_that_says_so(
     module: torch.nn.Module, said: str
 ) -> None:
-    """Regression: the most common mistake in a file of one's own ended `swarm serve` with a traceback."""
+    """Regression: the most common mistake in a user's own file ended `swarm serve` with a traceback."""
     with pytest.raises(UsageError, match=rf"the module fails for its sample inputs, .*{said}"):
         Expert(module, (torch.zeros(1, 4),))
