@@ -47,7 +47,7 @@ class Operations:
 
 
 def lines_of(takes_s: float) -> list[str]:
-    """Return the violations when each of the operations above takes so long, with a limit of 10 s."""
+    """Return the violations when each of the operations above takes this time, with a limit of 10 s."""
     violations = Violations()
     deadlines = Deadlines(violations)
 
