@@ -210,6 +210,8 @@ class Deadlines:
         return self.begun
 
     def end(self, number: int, now_s: float) -> None:
+        if number not in self.pending:  # it was reported before it ended
+            return
         what, deadline_s = self.pending.pop(number)
         if now_s > deadline_s + self.slack_s:
             self.violations.add(now_s, f"{what} ended {now_s - deadline_s:.2f} s after its deadline")

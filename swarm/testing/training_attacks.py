@@ -40,7 +40,7 @@ from swarm.testing.identities import SeededIdentity, remembered_signatures
 from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
 from swarm.testing.records import made_record
 from swarm.testing.sabotage import SabotageKind, Saboteur, go_silent
-from swarm.testing.training_checkers import HistoryLedger
+from swarm.testing.training_ledger import HistoryLedger
 from swarm.testing.training_swarm import RUN, TrainingConfig, TrainingPeer, TrainingSwarm
 from swarm.testing.virtual_loop import collector_off, run_virtual
 from swarm.wire import state_pb2

@@ -24,9 +24,10 @@ import torch
 from averaging.optim.modes import ModeSettings
 from averaging.optim.modes.settings import Diloco, Gradients, Local
 from swarm.testing.chance import Chance
-from swarm.testing.checkers import Violations
+from swarm.testing.checkers import Deadlines, Violations
 from swarm.testing.identities import remembered_signatures
 from swarm.testing.network import LinkConfig, SimulatedNetwork
+from swarm.testing.time_limits import watched_time_limits
 from swarm.testing.training_checkers import TrainingChecks
 from swarm.testing.training_faults import FAULTS, TrainingFaultConfig, TrainingFaults
 from swarm.testing.training_swarm import TrainingConfig, TrainingPeer, TrainingSwarm
@@ -140,8 +141,9 @@ def run_training(
     replays them.
     """
     try:
-        with collector_off(), remembered_signatures():
-            return run_virtual(_TrainingRun(scenario, print_line).main())
+        run = _TrainingRun(scenario, print_line)
+        with collector_off(), remembered_signatures(), watched_time_limits(run.deadlines):
+            return run_virtual(run.main())
     except TrainingFailed:
         raise
     except BaseException as error:
@@ -198,6 +200,7 @@ class _TrainingRun:
         self._network = SimulatedNetwork(scenario.seed, self._link)
         self._violations = Violations()
         self._checks = TrainingChecks(self._violations, _STEP_S_MAX)
+        self.deadlines = Deadlines(self._violations)
 
     async def main(self) -> ScenarioFigures:
         async with asyncio.TaskGroup() as group:
@@ -291,6 +294,7 @@ class _TrainingRun:
                 gc.collect()
             self._checks.watch(self._live, loop.time())
             self._faults.check_pauses()
+            self.deadlines.check(loop.time())
             for error in self._network.errors:
                 self._violations.add(loop.time(), f"a handler failed: {error!r}")
             self._network.errors.clear()
