@@ -25,8 +25,8 @@ class CallSlots:
         self._waiting: dict[PeerId, deque[tuple[asyncio.Future[None], int]]] = {}
 
     def try_enter(self, peer: PeerId, count: int = 1) -> bool:
-        """Take slots for calls if there are so many free ones for which nobody waits, and return whether
-        there are. `leave` gives them back.
+        """Take slots for calls if enough are free and nobody waits for them, and return whether that is
+        true. `leave` gives them back.
         """
         taken = self._open.get(peer, 0) + count
         if taken > OPEN_MAX or peer in self._waiting:
@@ -35,7 +35,7 @@ class CallSlots:
         return True
 
     async def wait(self, peer: PeerId, count: int, deadline_s: float) -> None:
-        """Wait for `count` slots, at most OPEN_MAX. Raises DeadlineExceeded when there were not so many until
+        """Wait for `count` slots, at most OPEN_MAX. Raises DeadlineExceeded when fewer were free until
         `deadline_s`.
         """
         turn = asyncio.get_running_loop().create_future()

@@ -32,7 +32,7 @@ from moe.protocol.errors import (
     ExpertRefused,
     ExpertStale,
 )
-from moe.protocol.merging import Answers, MergedRequests
+from moe.protocol.merging import MergedRequests, MessageAnswers
 from moe.protocol.names import ExpertUid
 from moe.protocol.parts import announced_bytes, cut
 from moe.protocol.passes import BackwardReply as BackwardReply
@@ -228,9 +228,9 @@ class ExpertCalls:
 
         encoding = codecs.or_else(next(iter(requests.values())).schema.codecs)
         takes_long = encoding_takes_long([one.inputs for one in requests.values()], encoding.inputs)
-        await self._exchange(
-            replica, list(requests), prepare, reply_of, on_replies, _until(timeout_s), takes_long
-        )
+        deadline_s = _until(timeout_s)
+        prepared = await self._prepare(list(requests), prepare, takes_long, on_replies)
+        await self._exchange(replica, prepared, reply_of, on_replies, deadline_s)
 
     async def backward_all(
         self,
@@ -270,7 +270,8 @@ class ExpertCalls:
                 ],
                 encoding.inputs or encoding.gradients,
             )
-            await self._exchange(replica, numbers, prepare, reply_of, on_some, deadline_s, takes_long)
+            prepared = await self._prepare(numbers, prepare, takes_long, on_some)
+            await self._exchange(replica, prepared, reply_of, on_some, deadline_s)
 
         async with asyncio.TaskGroup() as tasks:
 
@@ -330,22 +331,16 @@ class ExpertCalls:
         if len(self._schemas) > _SCHEMAS_MAX:
             self._schemas.popitem(last=False)
 
-    async def _exchange(
+    async def _prepare(
         self,
-        replica: ExpertReplica,
         numbers: Sequence[int],
         prepare: Callable[[int], PreparedRequest],
-        reply_of: Callable[[PreparedRequest, ExpertReply, list[torch.Tensor | None]], ReplyT],
-        on_replies: Callable[[Mapping[int, ReplyT | SwarmError]], None],
-        deadline_s: float,
         takes_long: bool,
-    ) -> None:
-        """Send the requests with these numbers, and call `on_replies` with what `reply_of` makes of their
-        replies, or with errors.
-        """
-        loop = asyncio.get_running_loop()
+        on_failures: Callable[[Mapping[int, SwarmError]], None],
+    ) -> dict[int, PreparedRequest]:
+        """Prepare the requests with these numbers. Those that do not fit are passed to `on_failures`."""
         prepared: dict[int, PreparedRequest] = {}
-        failed: dict[int, ReplyT | SwarmError] = {}
+        failed: dict[int, SwarmError] = {}
 
         def prepare_all() -> None:
             for number in numbers:
@@ -355,13 +350,24 @@ class ExpertCalls:
                     failed[number] = error
 
         if takes_long:
-            await loop.run_in_executor(self._pool, prepare_all)
+            await asyncio.get_running_loop().run_in_executor(self._pool, prepare_all)
         else:
             prepare_all()
         if failed:
-            on_replies(failed)
+            on_failures(failed)
+        return prepared
 
-        def read(answers: Answers) -> dict[int, ReplyT | SwarmError]:
+    async def _exchange(
+        self,
+        replica: ExpertReplica,
+        prepared: Mapping[int, PreparedRequest],
+        reply_of: Callable[[PreparedRequest, ExpertReply, list[torch.Tensor | None]], ReplyT],
+        on_replies: Callable[[Mapping[int, ReplyT | SwarmError]], None],
+        deadline_s: float,
+    ) -> None:
+        """Send requests, and call `on_replies` with what `reply_of` makes of the replies, or with errors."""
+
+        def read(answers: MessageAnswers) -> dict[int, ReplyT | SwarmError]:
             found: dict[int, ReplyT | SwarmError] = {}
             for number, reply, payload, are_finite in _each(answers):
                 own = prepared[number]
@@ -373,13 +379,14 @@ class ExpertCalls:
                     found[number] = error
             return found
 
-        async def on_answers(answers: Answers) -> None:
+        async def on_answers(answers: MessageAnswers) -> None:
             error = answers.error
             if error is not None:
                 on_replies({number: copy.copy(error) for number in answers.numbers})
             elif len(answers.payload) <= _POOLED_BYTES * len(answers.numbers):
                 on_replies(read(answers))
             else:
+                loop = asyncio.get_running_loop()
                 on_replies(await loop.run_in_executor(self._pool, read, answers))
 
         if prepared:
@@ -405,7 +412,7 @@ def _raise_error(found: ReplyT | SwarmError) -> ReplyT:
     return found
 
 
-def _each(answers: Answers) -> Iterator[tuple[int, ExpertReply, Buffer | torch.Tensor, bool]]:
+def _each(answers: MessageAnswers) -> Iterator[tuple[int, ExpertReply, Buffer | torch.Tensor, bool]]:
     """Yield the number of each request, its reply, its payload, and whether that is known to have finite
     float32 elements only: looking at all together takes a fraction of the time.
     """

@@ -62,7 +62,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class MessageAnswers:
     """Answers that came together, to the requests with these numbers. `payload` has the tensors of all, in
     their order. `error` is why there are none.
     """
@@ -73,7 +73,7 @@ class Answers:
     error: SwarmError | None = None
 
 
-OnAnswers: TypeAlias = Callable[[Answers], Awaitable[None]]
+OnAnswers: TypeAlias = Callable[[MessageAnswers], Awaitable[None]]
 
 
 class MergedRequests:
@@ -107,7 +107,7 @@ class MergedRequests:
     ) -> None:
         peer, unanswered, is_older = replica.peer_id, dict(parts), False
 
-        async def pass_on(answers: Answers) -> None:
+        async def pass_on(answers: MessageAnswers) -> None:
             for number in answers.numbers:
                 del unanswered[number]
             self._slots.leave(peer, len(answers.numbers))
@@ -117,14 +117,14 @@ class MergedRequests:
             if not self._slots.try_enter(peer, len(parts)):
                 await self._slots.wait(peer, len(parts), deadline_s)
         except NetworkError as error:
-            await on_answers(Answers(list(parts), error=error))
+            await on_answers(MessageAnswers(list(parts), error=error))
             return
         try:
             await self._exchange(replica, parts, deadline_s, pass_on)
         except _OlderServer:
             is_older = True
         except (PeerError, NetworkError) as error:
-            await pass_on(Answers(list(unanswered), error=error))
+            await pass_on(MessageAnswers(list(unanswered), error=error))
         finally:
             self._slots.leave(peer, len(unanswered))
         if is_older:
@@ -143,7 +143,7 @@ class MergedRequests:
         if not others and max(first.request_bytes, first.reply_bytes) <= methods.INLINE_BYTES_MAX:
             request.payload = join_payloads(first.payloads)
             reply = await self._channels.call(replica.contact, methods.CALL, request, timeout_s=timeout_s)
-            await on_answers(Answers(list(parts), [reply], reply.payload))
+            await on_answers(MessageAnswers(list(parts), [reply], reply.payload))
             return
         if others:
             request = ExpertRequest()
@@ -217,7 +217,9 @@ class _Receiver:
             if any(one.status == expert_pb2.EXPERT_OK for one in replies):
                 self.request_was_read = True
             payload = await self._payload(stream, replies, places)
-            await self._on_answers(Answers([self._numbers[place] for place in places], replies, payload))
+            await self._on_answers(
+                MessageAnswers([self._numbers[place] for place in places], replies, payload)
+            )
 
     async def _next_reply(self, stream: Stream) -> ExpertReply:
         raw = await stream.receive()

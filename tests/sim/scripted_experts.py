@@ -67,7 +67,8 @@ class Scripted:
         backward: Sequence[Any] = (),
         schema: dict[PeerId, Any] | None = None,
     ) -> None:
-        self._forward, self._backward, self._schema = forward or {}, list(backward), schema or {}
+        self.forward_outcomes = forward or {}
+        self._backward, self._schema = list(backward), schema or {}
         self.asked: list[tuple[float, PeerId]] = []
         self.together: list[tuple[PeerId, int]] = []  # how many requests were made together, each time
         self.request_ids: list[bytes] = []
@@ -85,7 +86,9 @@ class Scripted:
     ) -> None:
         self.asked.append((asyncio.get_running_loop().time(), replica.peer_id))
         self.together.append((replica.peer_id, len(requests)))
-        error = await self._error_within(settings["timeout_s"], self._forward.get(replica.peer_id, 0.1))
+        error = await self._error_within(
+            settings["timeout_s"], self.forward_outcomes.get(replica.peer_id, 0.1)
+        )
         for number, one in requests.items():
             reply = ForwardReply(outputs=[one.inputs[0]], version=1, request_id=b"one", wait_s=0.0)
             on_replies({number: error or reply})

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moe.protocol.declarations import ExpertReplica
-from moe.protocol.merging import Answers, MergedRequests, Part, shared_messages
+from moe.protocol.merging import MergedRequests, MessageAnswers, Part, shared_messages
 from moe.protocol.parts import PARTS_BYTES_MAX, PARTS_MAX, announced_bytes, cut, parts_of
 from moe.protocol.tensors import TensorPayload
 from swarm.core.errors import NetworkError, PeerError, SwarmError
@@ -101,7 +101,7 @@ class Server:
         """
         found: dict[str, str | SwarmError] = {}
 
-        async def on_answers(answers: Answers) -> None:
+        async def on_answers(answers: MessageAnswers) -> None:
             if answers.error is not None:
                 found.update((names[number], answers.error) for number in answers.numbers)
                 return

@@ -136,13 +136,13 @@ def test_forward_any_asks_every_replica_and_then_new_ones() -> None:
         )
         calls = calls_of(scripted, table)
         assert (await forward_any(calls)).replica == many[5]
-        scripted._forward = {replica.peer_id: NetworkError("gone") for replica in many[:8]}
+        scripted.forward_outcomes = {replica.peer_id: NetworkError("gone") for replica in many[:8]}
         table.branches_of[ROOT] = GridBranch({0: tuple(many)})
         assert (await forward_any(calls)).replica == many[8]
-        del scripted._forward[many[0].peer_id]
-        scripted._forward[many[8].peer_id] = NetworkError("gone, too")
+        del scripted.forward_outcomes[many[0].peer_id]
+        scripted.forward_outcomes[many[8].peer_id] = NetworkError("gone, too")
         assert (await forward_any(calls)).replica == many[0], "though it is avoided"
-        scripted._forward[many[0].peer_id] = NetworkError("gone")
+        scripted.forward_outcomes[many[0].peer_id] = NetworkError("gone")
         with pytest.raises(NetworkError, match="gone"):
             await forward_any(calls)
 

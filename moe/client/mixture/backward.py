@@ -54,15 +54,7 @@ class BackwardPass:
         options, clock = self._options, self._calls.clock
         begun_s = clock.monotonic_s()
         deadline_s = begun_s + options.backward_timeout_s
-        # a backward pass takes longer than a forward pass: `after_k_min_s` is only a lower limit here
-        gather_timeouts = replace(
-            options.gather_timeouts,
-            after_k_min_s=None,
-            wait_s_min=max(options.gather_timeouts.wait_s_min, options.gather_timeouts.after_k_min_s or 0.0),
-        )
-        gathering = Gathering(
-            self._inputs[0].shape[0], options.backward_k_min, gather_timeouts, begun_s, deadline_s
-        )
+        gathering = self._gathering(begun_s, deadline_s)
         branches = self._mixture_output.branches
         found: dict[int, Sequence[torch.Tensor | None]] = {}
         versions_apart: dict[str, int] = {}
@@ -115,6 +107,17 @@ class BackwardPass:
             seconds=clock.monotonic_s() - begun_s,
             versions_apart=versions_apart,
         )
+
+    def _gathering(self, begun_s: float, deadline_s: float) -> Gathering:
+        options = self._options
+        # a backward pass takes longer than a forward pass: `after_k_min_s` is only a lower limit here
+        gather_timeouts = replace(
+            options.gather_timeouts,
+            after_k_min_s=None,
+            wait_s_min=max(options.gather_timeouts.wait_s_min, options.gather_timeouts.after_k_min_s or 0.0),
+        )
+        batch = self._inputs[0].shape[0]
+        return Gathering(batch, options.backward_k_min, gather_timeouts, begun_s, deadline_s)
 
     def _raise_lack(self, below_k_min: int, failed: Mapping[str, SwarmError]) -> None:
         """Raise the error for samples without enough gradients, if there are some. Where this peer must not

@@ -1,6 +1,4 @@
-"""What this node knows about the peers that host experts: which of them to ask for an expert, and what their
-answers say about them.
-"""
+"""The peers that host experts: which of them to ask for an expert, and what their answers say about them."""
 
 from __future__ import annotations
 
