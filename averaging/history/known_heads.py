@@ -71,10 +71,10 @@ class KnownHeads:
             self._refused.add(peer)
 
     def is_gone(self, peer: PeerId) -> bool:
-        """Return whether the peer has ended, as far as this process can know: its host refuses connections,
-        or there is no trace of it.
+        """Return whether the peer has ended, as far as this process can know: its host refuses connections.
+        One that this process has not heard of since it began may be cut off.
         """
-        return peer in self._refused or peer not in self._heads
+        return peer in self._refused
 
     def forget(self, peer: PeerId) -> None:
         """Forget what a peer reported."""
