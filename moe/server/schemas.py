@@ -10,6 +10,7 @@ import torch
 from moe.protocol.schema import ExpertSchema, Tree, flatten, unflatten
 from moe.server.devices import using
 from moe.server.norm_statistics import unchanged_statistics
+from swarm.core.device import is_device_failure, is_out_of_memory
 from swarm.core.errors import UsageError
 
 
@@ -25,7 +26,8 @@ def schema_of(
     A module that takes sequences of any length up to that of the samples says so by an attribute,
     `sequence_dimension`: the number of that dimension in its inputs, such as 1 in (batch, sequence,
     features). Such a module is called once more, with a sequence of half the length. Raises UsageError when
-    its inputs or outputs are not trees of tensors, or their shapes do not change with the length.
+    the module fails, its inputs or outputs are not trees of tensors, or their shapes do not change with the
+    length.
     """
     tree, tensors = flatten(sample_inputs)
     schema = _schema(call, tree, tensors, device)
@@ -55,5 +57,15 @@ def _schema(
     call: Callable[[Sequence[Any]], Any], tree: Tree, tensors: Sequence[torch.Tensor], device: torch.device
 ) -> ExpertSchema:
     with using(device), torch.no_grad():
-        outputs = call(unflatten(tree, [tensor.to(device) for tensor in tensors]))
+        arguments = unflatten(tree, [tensor.to(device) for tensor in tensors])
+        try:
+            outputs = call(arguments)
+        except (Exception, SystemExit) as error:  # raised by the user's module
+            if is_out_of_memory(error) or is_device_failure(error):
+                raise
+            given = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+            raise UsageError(
+                f"the module fails for its sample inputs, of the shapes {given}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
     return ExpertSchema.from_samples(unflatten(tree, tensors), outputs)

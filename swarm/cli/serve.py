@@ -298,7 +298,7 @@ def _enter_grid(
     if offered is not None and choices.grid is None:
         given = choices.given_keys(offered)
         entering = (
-            create_or_enter(directory, offered, given, own, node.clock)
+            create_or_enter(directory, offered, given, own, node.clock, membership=node.membership)
             if choices.addresses
             else create_run(directory, offered, own, node.clock)
         )

@@ -128,8 +128,6 @@ class ServeChoices:
             raise UsageError(
                 "--training-steps are counted from the start, so they must exceed --warmup-steps"
             )
-        if self.num_experts is not None and len(self.experts) > 1:
-            raise UsageError("--num-experts picks places in one grid: give --experts once")
         if self.listens_nowhere() and not self.addresses:
             raise UsageError(
                 "with --listen none, others can call experts only through relays of a swarm: give an "
@@ -226,10 +224,11 @@ class ServeChoices:
 
         count = self.num_experts
         if self.memory is not None:
-            needed = factory.bytes_of_one()
-            room = parse_size(self.memory) // needed
+            needed = factory.memory()
+            room = needed.room(parse_size(self.memory))
             if not room:
-                raise UsageError(f"--memory {self.memory} is less than one expert takes: {size(needed)}")
+                takes = size(needed.each + needed.shared)
+                raise UsageError(f"--memory {self.memory} is less than one expert takes: {takes}")
             count = min(room, count or sum(pattern.count for pattern in self.patterns(grid)), EXPERTS_MAX)
         folder = user_path(self.checkpoint) if self.checkpoint is not None else None
         return Placing(node, self.patterns(grid), count, folder)

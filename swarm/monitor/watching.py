@@ -207,7 +207,7 @@ class Watch:
     async def _find(self, wanted: str | None) -> RunView:
         """Return the wanted run: one with an owner's specification, or an open run of that name."""
         try:
-            self._signed = await found_run(self._directory, wanted)
+            self._signed = await found_run(self._directory, wanted, membership=self.node.membership)
             check_invited(self._signed, self.node.membership)
             return run_view(self._signed)
         except UsageError as error:

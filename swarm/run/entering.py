@@ -14,6 +14,7 @@ from swarm.core.working import working
 from swarm.membership.invite import is_invite
 
 if TYPE_CHECKING:
+    from swarm.net.membership import RunMembership
     from swarm.node import Node
     from swarm.run.directory import RunDirectory
     from swarm.run.signed import SignedSpecification
@@ -55,18 +56,25 @@ def wait_for_answer(node: Node) -> bool:
 def find_run(
     node: Node, directory: RunDirectory, wanted: str | None, *, grid: bool = False
 ) -> SignedSpecification:
-    """Return the run, or with `grid` the grid of experts, that is wanted (`RunDirectory.find`). The peer that
-    is asked may be busy: it is asked again a second later, three times in all. Raises UsageError, PeerError
-    or the last NetworkError.
+    """Return the run, or with `grid` the grid of experts, that is wanted (`RunDirectory.find`). Without a
+    name it is the one to which the node is invited, if it is. The peer that is asked may be busy: it is asked
+    again a second later, three times in all. Raises UsageError, PeerError or the last NetworkError.
     """
     with working("asking for the runs of this swarm"):
-        return node.network.run(found_run(directory, wanted, grid=grid), FIND_S_MAX)
+        found = found_run(directory, wanted, grid=grid, membership=node.membership)
+        return node.network.run(found, FIND_S_MAX)
 
 
 async def found_run(
-    directory: RunDirectory, wanted: str | None, *, grid: bool = False
+    directory: RunDirectory,
+    wanted: str | None,
+    *,
+    grid: bool = False,
+    membership: RunMembership | None = None,
 ) -> SignedSpecification:
-    """The same, on the network thread."""
+    """The same, on the network thread. `membership`: that of the node, if it is invited."""
+    if wanted is None and membership is not None:
+        wanted = membership.run_id  # other runs may be listed in the same swarm
     for left in reversed(range(_FIND_TRIES)):
         try:
             return await directory.find(wanted, grid=grid)

@@ -21,6 +21,7 @@ from swarm.run.signed import run_id_of
 
 if TYPE_CHECKING:
     from swarm.dht.service.dht_service import DhtService
+    from swarm.net.membership import RunMembership
     from swarm.run.directory import RunDirectory
     from swarm.run.grid import GridSpecification
     from swarm.run.signed import SignedSpecification
@@ -35,16 +36,25 @@ async def create_or_enter(
     given: Collection[str],
     owner: Identity,
     clock: Clock,
+    *,
+    membership: RunMembership | None = None,
 ) -> tuple[SignedSpecification, bool]:
     """Return the swarm's grid with the name of the offered one, and whether it is new. If there is none,
     `owner` creates it. If `owner` owns the grid and the offered specification differs, this becomes the next
-    version. `given` holds the keys that the user has set.
+    version. `given` holds the keys that the user has set. `membership`: that of the server, if it is invited.
 
-    Raises UsageError if the swarm has several grids of the name, or one that differs in a key of `given`.
+    Raises UsageError if the swarm has several grids of the name, or one that differs in a key of `given`, and
+    before anything is published if the server is invited to another grid than the one that it would create.
     """
     listed = [one for one in await directory.listings() if one.name == offered.name]
     own = run_id_of(owner.peer_id, offered.name, offered.recovery_peer)
     if not listed or any(one.run_id == own for one in listed):
+        if offered.members == "invited" and membership is not None and membership.run_id != own:
+            raise UsageError(
+                f"this invite is to {membership.invite.name}@{membership.run_id}, and the swarm has no "
+                f"{offered.name}: leave --experts out to host experts of the grid to which you are invited, "
+                "or create a grid of your own without the invite"
+            )
         return await create_run(directory, offered, owner, clock)
     if len(listed) > 1:
         names = ", ".join(one.full_name for one in listed[:8])

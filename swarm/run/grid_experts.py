@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,18 @@ def seed_of(seed: int, uid: ExpertUid) -> int:
     """
     digest = hashlib.sha256(f"swarm expert 1\0{seed}\0{uid}".encode()).digest()
     return int.from_bytes(digest[:8]) >> 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertMemory:
+    """The memory of a server's experts, which are all of one class, in bytes."""
+
+    each: int  # of each expert
+    shared: int  # once for all experts, which make their steps one after the other
+
+    def room(self, size_bytes: int) -> int:
+        """Return the number of experts that fit into this much memory."""
+        return max(0, size_bytes - self.shared) // self.each
 
 
 class ExpertFactory:
@@ -67,7 +80,7 @@ class ExpertFactory:
         where its free memory is known, otherwise when it has run out.
         """
         free = free_bytes(self.device)
-        room = len(uids) if free is None else free // self.bytes_of_one()
+        room = len(uids) if free is None else self.memory().room(free)
         if room < len(uids):
             raise self._too_little(len(uids), room)
         made: dict[ExpertUid, Expert] = {}
@@ -123,21 +136,28 @@ class ExpertFactory:
         subspace = ActivationSubspace(grid.hidden_dim, grid.activation_rank, grid.seed)
         return subspace.stage(module), subspace.sample(sample)
 
-    def bytes_of_one(self) -> int:
-        """Return the memory that one expert takes on its device, in bytes: parameters, gradients, optimizer,
-        and float32 copies of smaller parameters. Activations are not included.
+    def memory(self) -> ExpertMemory:
+        """Return the memory that the experts take on their device: parameters, buffers, gradients, optimizer,
+        float32 copies of smaller parameters, and what a step copies. Activations are not included.
         """
         try:
             with torch.device("meta"):  # without memory
                 module, _ = self._make()
         except UsageError:  # a class of the user that needs a real device
             module, _ = self._make()
+        optimizer, size = self._grid.optimizer, self.dtype.itemsize
         count = sum(parameter.numel() for parameter in module.parameters())
-        size = self.dtype.itemsize
-        if self._grid.optimizer.name == "none":
-            return max(1, count * size)
-        statistics = 8 if self._grid.optimizer.name in ("adam", "adamw") else 0
-        return max(1, count * (2 * size + statistics + (4 if size < 4 else 0)))
+        buffers = sum(
+            one.numel() * (size if one.is_floating_point() else one.itemsize) for one in module.buffers()
+        )
+        if optimizer.name == "none":
+            return ExpertMemory(each=max(1, count * size + buffers), shared=0)
+        statistics = 8 if optimizer.name in ("adam", "adamw") else 0
+        masters = 4 if size < 4 else 0
+        gathered = 4 if optimizer.target_batch_size else 0  # gradients of the target batch, in float32
+        each = count * (2 * size + statistics + masters + gathered) + buffers
+        # copies of one expert's parameters and statistics, from which a step can be undone
+        return ExpertMemory(each=max(1, each), shared=count * (4 + statistics))
 
     def _optimizer(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         chosen = self._grid.optimizer

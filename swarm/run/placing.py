@@ -14,7 +14,7 @@ from moe.protocol.declarations import RENEW_S, Directory
 from moe.server.checkpoints import saved_names
 from moe.server.expert_server import EXPERTS_MAX
 from moe.server.logic.placement import GridLoad, Move, Placement
-from moe.server.places import choose_places, read_load
+from moe.server.places import first_places, read_load
 from swarm.core.errors import NetworkError, UsageError
 
 if TYPE_CHECKING:
@@ -30,14 +30,9 @@ class Placing:
     def __init__(
         self, node: Node, patterns: Sequence[ExpertGrid], count: int | None, checkpoints: Path | None
     ) -> None:
-        """`count`: how many experts of the only pattern to host; None: all experts of all patterns,
-        permanently. `checkpoints`: the folder of the server's checkpoints. Raises UsageError for more experts
-        than a server can host, and for a count with several patterns.
+        """`count`: how many experts of these patterns to host; None: all of them, permanently. `checkpoints`:
+        the folder of the server's checkpoints.
         """
-        if count is not None and len(patterns) > 1:
-            raise UsageError(
-                "a number of experts picks places in one pattern of the grid: choose one with --experts"
-            )
         self._node, self._patterns, self.count, self._checkpoints = node, patterns, count, checkpoints
         self._placement = Placement(node.peer_id)
         self._looked_s = time.monotonic()
@@ -55,12 +50,10 @@ class Placing:
                     "choose some with --num-experts"
                 )
             return names
-        load, (pattern,) = self._load(), self._patterns
+        load = self._load()
         saved = saved_names(self._checkpoints) if self._checkpoints is not None else []
-        own = [uid for uid in saved if uid in pattern and not load.get(uid)][: self.count]
-        load = {**load, **{uid: {self._node.peer_id: 0.0} for uid in own}}
-        rest = choose_places(pattern, load, self._node.peer_id, self.count - len(own), random.SystemRandom())
-        return sorted([*own, *rest])
+        own, rng = self._node.peer_id, random.SystemRandom()
+        return first_places(self._patterns, load, own, self.count, saved, rng)
 
     def next_move(self) -> Move | None:
         """Return the move that this server should make now. Reads the declarations as often as servers renew
@@ -79,6 +72,6 @@ class Placing:
         directory = Directory(self._node.dht.service)
 
         async def read() -> GridLoad:
-            return await read_load(directory, self._patterns[0], timeout_s=_READ_TIMEOUT_S)
+            return await read_load(directory, self._patterns, timeout_s=_READ_TIMEOUT_S)
 
         return self._node.network.run(read(), 2 * _READ_TIMEOUT_S)

@@ -106,3 +106,19 @@ def test_a_function_of_another_kind_is_told_how_it_is_called(tmp_path: Path, con
     file.write_text(content)
     with pytest.raises(UsageError, match=rf"'mine'.* {said}.*def make\(settings\): return"):
         make("mine", expert_class("mine", file), ExpertSettings())
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        (torch.nn.Linear(3, 3), r"RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
+        (torch.nn.BatchNorm1d(4), r"of the shapes \(1, 4\): ValueError: Expected more than 1 value"),
+    ],
+    ids=["other-width", "batch-of-one"],
+)
+def test_a_module_that_fails_for_its_own_samples_raises_an_error_that_says_so(
+    module: torch.nn.Module, said: str
+) -> None:
+    """Regression: the most common mistake in a user's own file ended `swarm serve` with a traceback."""
+    with pytest.raises(UsageError, match=rf"the module fails for its sample inputs, .*{said}"):
+        Expert(module, (torch.zeros(1, 4),))

@@ -9,7 +9,7 @@ import pytest
 
 from moe.protocol.declarations import NAMESPACE, RULES, Declarations, ServerLoad
 from moe.protocol.names import ExpertGrid, ExpertUid
-from moe.server.places import choose_places
+from moe.server.places import choose_places, first_places
 from swarm.core.errors import UsageError
 from swarm.core.ids import Contact, Key, PeerId
 from swarm.dht.logic.namespaces import Namespaces
@@ -85,13 +85,44 @@ def test_places_that_nobody_hosts_are_drawn_first_and_no_expert_is_hosted_twice(
     own, other = PeerId(bytes(32)), PeerId(b"\1" * 32)
     names = list(grid.names())
     load = {uid: {other: 0.0} if uid in names[:3] else {} for uid in names}
-    assert choose_places(grid, load, own, 3, rng) == names[3:]
-    assert choose_places(grid, load, own, 6, rng) == names
-    assert set(choose_places(grid, load, other, 3, rng)) == set(names[3:])
+    assert choose_places([grid], load, own, 3, rng) == names[3:]
+    assert choose_places([grid], load, own, 6, rng) == names
+    assert set(choose_places([grid], load, other, 3, rng)) == set(names[3:])
     with pytest.raises(UsageError, match="has 6 experts, and 4 are asked for"):
-        choose_places(grid, load, other, 4, rng)
+        choose_places([grid], load, other, 4, rng)
     huge = ExpertGrid.parse("ffn.[0:4096].[0:4096]")
-    assert len(set(choose_places(huge, {}, own, 16, rng))) == 16
-    assert choose_places(huge, {}, own, 16, random.Random(2)) != choose_places(
-        huge, {}, own, 16, random.Random(3)
+    assert len(set(choose_places([huge], {}, own, 16, rng))) == 16
+    assert choose_places([huge], {}, own, 16, random.Random(2)) != choose_places(
+        [huge], {}, own, 16, random.Random(3)
     )
+
+
+def test_places_are_chosen_among_all_patterns_of_a_grid() -> None:
+    """Regression: a grid of several patterns could only be hosted as a whole, or one pattern of it."""
+    patterns, rng = [ExpertGrid.parse("attention.[0:2]"), ExpertGrid.parse("ffn.[0:4]")], random.Random(1)
+    own, other = PeerId(bytes(32)), PeerId(b"\1" * 32)
+    names = [uid for pattern in patterns for uid in pattern.names()]
+    load = {uid: {} if uid in names[1:3] else {other: 0.0} for uid in names}
+    assert choose_places(patterns, load, own, 2, rng) == names[1:3]
+    assert choose_places(patterns, load, own, 6, rng) == names
+    with pytest.raises(
+        UsageError, match=r"attention\.\[0:2\], ffn\.\[0:4\] has 6 experts, and 7 are asked for"
+    ):
+        choose_places(patterns, load, own, 7, rng)
+    huge = [*patterns, ExpertGrid.parse("huge.[0:4096].[0:4096]")]
+    assert len(set(choose_places(huge, {}, own, 16, rng))) == 16
+
+
+@pytest.mark.parametrize("saved", [False, True], ids=["without-checkpoints", "with-checkpoints"])
+def test_a_server_that_was_killed_takes_its_experts_again(saved: bool) -> None:
+    """Regression: its declarations from before, which live for 45 s, kept it from its own experts. A server
+    of the whole grid was told to choose fewer.
+    """
+    grid, rng = ExpertGrid.parse("ffn.[0:4]"), random.Random(1)
+    own, other = PeerId(bytes(32)), PeerId(b"\1" * 32)
+    names = list(grid.names())
+    load = {uid: {own: 0.5} if uid in names[:2] else {other: 0.9} for uid in names}
+    kept = names[:2] if saved else []
+    assert first_places([grid], load, own, 2, kept, rng) == names[:2]
+    assert first_places([grid], load, own, 4, kept, rng) == names
+    assert first_places([grid], {uid: {other: 0.9} for uid in names}, own, 4, kept, rng) == names

@@ -19,9 +19,10 @@ from swarm.core.errors import PeerError, UsageError
 from swarm.core.identity import Identity
 from swarm.run import grid_experts
 from swarm.run.changes import Change, restart_needed, sign_change
+from swarm.run.entering import found_run
 from swarm.run.grid import GridSpecification
 from swarm.run.grid_entry import check_agrees, check_module, create_or_enter, module_hash
-from swarm.run.grid_experts import ExpertFactory
+from swarm.run.grid_experts import ExpertFactory, ExpertMemory
 from swarm.run.signed import SignedSpecification, sign, verified
 from swarm.run.specification import RunSpecification
 from tests.run.fake_dht import FakeDht, FixedClock
@@ -128,6 +129,28 @@ def test_two_grids_of_one_name_are_told_apart_by_the_user() -> None:
         asyncio.run(create_or_enter(dht.directory(), grid(), (), stranger, FixedClock()))
 
 
+def test_a_server_with_an_invite_creates_no_other_grid_and_finds_its_own_among_several() -> None:
+    """Regression: the other grid was published before it was refused. From then on, further servers with an
+    invite were told to choose one of two grids.
+    """
+    dht, owner, volunteer = FakeDht(), Identity.generate(), Identity.generate()
+    own = signed(owner, members="invited")
+    asyncio.run(dht.directory(owner.peer_id).publish(own))
+    directory = dht.directory(volunteer.peer_id)
+    invite = SimpleNamespace(name=own.name)
+    membership = cast(Any, SimpleNamespace(run_id=own.run_id, invite=invite))
+    other = grid(experts="other.[0:3]", members="invited")
+    with pytest.raises(UsageError, match=r"this invite is to grid\.ffn@.*the swarm has no grid\.other"):
+        asyncio.run(
+            create_or_enter(directory, other, {"experts"}, volunteer, FixedClock(), membership=membership)
+        )
+    assert [one.name for one in asyncio.run(directory.listings())] == ["grid.ffn"]
+    asyncio.run(dht.directory(volunteer.peer_id).publish(sign(other, volunteer, version=1, created_s=0.0)))
+    with pytest.raises(UsageError, match=r"2 grids match: .*--grid NAME@ID"):
+        asyncio.run(found_run(directory, None, grid=True))
+    assert asyncio.run(found_run(directory, None, grid=True, membership=membership)) == own
+
+
 @pytest.mark.parametrize(
     ("changes", "given", "message"),
     [
@@ -210,21 +233,26 @@ def small_factory(**settings: Any) -> ExpertFactory:
 
 
 @pytest.mark.parametrize(
-    ("settings", "bytes_per_parameter"),
+    ("settings", "each", "shared"),
     [
-        ({}, 16),
-        ({"optimizer": {"name": "sgd"}}, 8),
-        ({"optimizer": {"name": "none"}}, 4),
-        ({"dtype": "bfloat16"}, 16),
+        ({}, 16, 12),
+        ({"optimizer": {"name": "sgd"}}, 8, 4),
+        ({"optimizer": {"name": "none"}}, 4, 0),
+        ({"dtype": "bfloat16"}, 16, 12),
+        ({"optimizer": {"target_batch_size": 64}}, 20, 12),
     ],
+    ids=["adam", "sgd", "frozen", "bfloat16", "target-batch"],
 )
 def test_the_memory_of_an_expert_has_its_gradients_and_its_optimizer(
-    settings: dict[str, Any], bytes_per_parameter: int
+    settings: dict[str, Any], each: int, shared: int
 ) -> None:
+    """`each` and `shared`: bytes per parameter. Regression: the copies from which a step can be undone, and
+    the gradients of a target batch, were left out: a single expert took twice as much as it was said to.
+    """
     factory = small_factory(**settings)
     module = factory.make(ExpertUid.parse("ffn.0.1")).module
     parameters = sum(one.numel() for one in module.parameters())
-    assert factory.bytes_of_one() == bytes_per_parameter * parameters
+    assert factory.memory() == ExpertMemory(each=each * parameters, shared=shared * parameters)
 
 
 def test_experts_that_do_not_fit_into_memory_are_refused_with_how_many_do(
@@ -233,7 +261,8 @@ def test_experts_that_do_not_fit_into_memory_are_refused_with_how_many_do(
     """Regression: the process was killed, or ended with a traceback."""
     names = list(grid().patterns[0].names())[:3]
     factory = small_factory()
-    monkeypatch.setattr(grid_experts, "free_bytes", lambda device: int(2.5 * factory.bytes_of_one()))
+    needed = factory.memory()
+    monkeypatch.setattr(grid_experts, "free_bytes", lambda device: int(2.5 * needed.each) + needed.shared)
     assert list(factory.make_all(names[:2])) == names[:2]
     with pytest.raises(
         UsageError, match=r"3 experts .* do not fit into the memory of cpu, and 2 would: host 2 with"
@@ -252,7 +281,7 @@ def test_experts_that_do_not_fit_into_memory_are_refused_with_how_many_do(
         factory.make_all(names)
 
 
-@pytest.mark.parametrize(("memory", "count"), [("600k", 1), ("1.2M", 2), ("1G", 16), ("100k", None)])
+@pytest.mark.parametrize(("memory", "count"), [("1M", 1), ("1.6M", 2), ("1G", 16), ("900k", None)])
 def test_memory_says_how_many_experts_are_hosted(memory: str, count: int | None) -> None:
     arguments = ["--experts", "ffn.[0:4].[0:4]", "--hidden-dim", "64", "--memory", memory]
     arguments += ["--listen", "127.0.0.1:0"]
@@ -262,7 +291,7 @@ def test_memory_says_how_many_experts_are_hosted(memory: str, count: int | None)
     factory = choices.factory(offered)
     node = cast(Any, SimpleNamespace(peer_id=Identity.generate().peer_id))
     if count is None:
-        with pytest.raises(UsageError, match="--memory 100k is less than one expert takes: "):
+        with pytest.raises(UsageError, match="--memory 900k is less than one expert takes: "):
             choices.placing(offered, node, factory)
     else:
         assert choices.placing(offered, node, factory).count == count
@@ -327,7 +356,8 @@ def test_activations_of_a_grid_may_be_codes_of_a_lower_rank() -> None:
     expert = factory.make(ExpertUid.parse("ffn.0.1"))
     assert str(expert.schema) == "(float32(batch, 1 to 12, 8)) -> float32(batch, 1 to 12, 8)"
     assert not expert.expert_class, "its class alone would make another module"
-    assert factory.bytes_of_one() == 16 * sum(one.numel() for one in expert.module.parameters())
+    buffers = sum(one.nbytes for one in expert.module.buffers())
+    assert factory.memory().each == 16 * sum(one.numel() for one in expert.module.parameters()) + buffers
     with pytest.raises(UsageError, match="activation_rank is at most hidden_dim"):
         grid(hidden_dim=64, activation_rank=65)
 

@@ -63,7 +63,7 @@ def test_replicas_are_found_level_by_level_best_first_and_withdrawn() -> None:
             [ExpertUid.parse("ffn.0.2"), ExpertUid.parse("ffn.9.9")], timeout_s=10.0
         )
         assert [len(replicas) for replicas in found.values()] == [2, 0]
-        load = await read_load(directory, ExpertGrid.parse("ffn.[0:4].[0:4]"), timeout_s=10.0)
+        load = await read_load(directory, [ExpertGrid.parse("ffn.[0:4].[0:4]")], timeout_s=10.0)
         assert len(load) == 16
         assert {str(uid): servers for uid, servers in load.items() if servers} == {
             "ffn.0.1": {one.peer_id: 0.25, two.peer_id: 0.0},
@@ -134,7 +134,7 @@ def test_a_large_grid_takes_a_record_per_prefix_and_server() -> None:
         records = sum(len(storage.records(key, services[1].overlay.now_us)) for key in held)
         assert records == 17 + 1  # its grids
         grid = ExpertGrid.parse("ffn.[0:16].[0:16]")
-        load = await read_load(Directory(services[3]), grid, timeout_s=10.0)
+        load = await read_load(Directory(services[3]), [grid], timeout_s=10.0)
         assert sum(len(servers) for servers in load.values()) == 256
         await network.close()
 

@@ -79,8 +79,8 @@ class Scene:
 
         async def choose() -> str:
             directory = Directory(self.swarm.node.dht.service)
-            load = await read_load(directory, GRID, timeout_s=10.0)
-            return str(choose_places(GRID, load, self.swarm.node.peer_id, 1, self.chance)[0])
+            load = await read_load(directory, [GRID], timeout_s=10.0)
+            return str(choose_places([GRID], load, self.swarm.node.peer_id, 1, self.chance)[0])
 
         name = self.swarm.run(choose())
         self.start(name)
@@ -126,7 +126,7 @@ class Scene:
         directory, placement = Directory(server.service), Placement(server.peer.peer_id)
         await asyncio.sleep(RENEW_S * self.chance.random())
         while server.peer.up:
-            load = await read_load(directory, GRID, timeout_s=10.0)
+            load = await read_load(directory, [GRID], timeout_s=10.0)
             move = placement.step(load, asyncio.get_running_loop().time())
             if move is not None:
                 self.moves.append(f"{move.source} -> {move.target}")
