@@ -77,7 +77,7 @@ def test_one_question_about_a_head_is_not_repeated_within_a_second() -> None:
 
 def test_each_of_many_dead_peers_loses_its_voice() -> None:
     """Regression test: the last three that had reported a head were asked again and again. The voices of the
-    other dead ones counted for good, and a newcomer never followed the history of the only live peer.
+    other dead ones counted from then on, and a newcomer never followed the history of the only live peer.
     """
     heads = KnownHeads()
     dead = [Contact(PeerId(bytes([number]) * 32), A.addresses) for number in range(1, 10)]
