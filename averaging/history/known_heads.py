@@ -71,10 +71,10 @@ class KnownHeads:
             self._refused.add(peer)
 
     def is_gone(self, peer: PeerId) -> bool:
-        """Return whether the peer has ended, as far as this process can know: its host refuses connections,
-        or there is no trace of it.
+        """Return whether the peer has ended, as far as this process can know: its host refuses connections.
+        One that this process has not heard of since it began may be cut off.
         """
-        return peer in self._refused or peer not in self._heads
+        return peer in self._refused
 
     def forget(self, peer: PeerId) -> None:
         """Forget what a peer reported."""
@@ -119,7 +119,8 @@ class KnownHeads:
         now_s: float,
     ) -> tuple[list[list[Contact]], list[list[Contact]]]:
         """Return the peers to be asked for their histories: each one that is `needed`, alone, and for each
-        head that is open the last few that reported it, the latest first: a dead one does not answer. They
+        head that is open the last few that reported it, the latest first: a dead one does not answer. Those
+        that have missed a call come after all others: so each dead one is asked, and loses its voice. They
         are asked now: they are not returned again for the same heads within `ASK_AGAIN_S`, unless `own_head`
         has changed. Then the same of heads that only peers report that do not count (`counts`): there may be
         any number of them, and none of these heads need exist. `now_s`: a monotonic clock's time.
@@ -129,7 +130,8 @@ class KnownHeads:
         asked = {one: asked_s for one, asked_s in self._asked_s.items() if now_s - asked_s < ASK_AGAIN_S}
         alone: dict[tuple[bytes, PeerId | None], list[Contact]] = {}
         holders: tuple[dict[bytes, list[Contact]], ...] = {}, {}
-        for peer, (head, contact) in reversed(self._heads.items()):
+        latest = reversed(self._heads.items())
+        for peer, (head, contact) in sorted(latest, key=lambda known: known[0] in self._silent_s):
             if not contact.is_callable:
                 continue
             if peer in needed:

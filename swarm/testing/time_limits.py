@@ -108,39 +108,32 @@ def _watched(method: LimitedMethod, deadlines: Deadlines) -> Callable[..., Any]:
     """Return the method with its calls reported: a coroutine, an asynchronous context or a blocking call."""
     function = method.function
 
-    def begin(arguments: tuple[Any, ...], options: dict[str, Any]) -> int:
-        now_s = asyncio.get_running_loop().time()
-        return deadlines.begin(method.text, method.end_s(arguments, options, now_s))
-
-    def end(number: int) -> None:
-        deadlines.end(number, asyncio.get_running_loop().time())
+    @contextlib.contextmanager
+    def operation(arguments: tuple[Any, ...], options: dict[str, Any]) -> Iterator[None]:
+        loop = asyncio.get_running_loop()  # what is left of killed processes ends after it was closed
+        number = deadlines.begin(method.text, method.end_s(arguments, options, loop.time()))
+        try:
+            yield
+        finally:
+            deadlines.end(number, loop.time())
 
     @functools.wraps(function)
     async def coroutine(*arguments: Any, **options: Any) -> Any:
-        number = begin(arguments, options)
-        try:
+        with operation(arguments, options):
             return await function(*arguments, **options)
-        finally:
-            end(number)
 
     @functools.wraps(function)
     @contextlib.asynccontextmanager
     async def context(*arguments: Any, **options: Any) -> AsyncIterator[Any]:
-        number = begin(arguments, options)
-        try:
+        with operation(arguments, options):
             made: AbstractAsyncContextManager[Any] = function(*arguments, **options)
             async with made as entered:
                 yield entered
-        finally:
-            end(number)
 
     @functools.wraps(function)
     def blocking(*arguments: Any, **options: Any) -> Any:
-        number = begin(arguments, options)
-        try:
+        with operation(arguments, options):
             return function(*arguments, **options)
-        finally:
-            end(number)
 
     if inspect.iscoroutinefunction(function):
         return coroutine

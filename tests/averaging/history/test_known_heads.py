@@ -75,6 +75,21 @@ def test_one_question_about_a_head_is_not_repeated_within_a_second() -> None:
     assert asked(ASK_AGAIN_S, b"p" * 32) == [[C], [B, A]], "this peer's own history has moved"
 
 
+def test_each_of_many_dead_peers_loses_its_voice() -> None:
+    """Regression test: the last three that had reported a head were asked again and again. The voices of the
+    other dead ones counted from then on, and a newcomer never followed the history of the only live peer.
+    """
+    heads = KnownHeads()
+    dead = [Contact(PeerId(bytes([number]) * 32), A.addresses) for number in range(1, 10)]
+    for contact in (A, *dead):
+        heads.heard(contact, HEAD if contact in dead else NEXT, 0.0)
+    for now_s in range(1, 5):
+        asked, _ = heads.to_ask([], lambda head: True, lambda peer: True, b"o" * 32, now_s)
+        for contact in {one for holders in asked for one in holders} - {A}:
+            heads.missed(contact.peer_id, now_s, refused=False)
+    assert heads.reported(SILENT_S) == {A.peer_id: NEXT}
+
+
 def test_a_head_that_a_counted_peer_reports_is_not_among_those_of_strangers() -> None:
     heads = known()
     heads.heard(C, HEAD, 0.0)

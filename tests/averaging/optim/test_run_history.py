@@ -19,6 +19,7 @@ from averaging.history.certificate import (
 )
 from averaging.history.chain import Chain
 from averaging.history.encoding import decode_chain
+from averaging.history.grace import GRACE_S_MIN
 from averaging.history.lineage import Lineage
 from averaging.history.tally import Tally
 from averaging.optim.endorsing import Endorser
@@ -111,6 +112,25 @@ def test_an_elector_that_reports_another_head_lives() -> None:
         history.heard(contact(2), b"y" * 32)
         assert not history.seek_quorum((), 1.9, EPOCH_S)
         assert not history.waits_briefly
+
+    asyncio.run(play())
+
+
+def test_an_elector_of_which_nothing_was_heard_since_a_restart_is_waited_for() -> None:
+    """Regression test: a peer that was restarted while an elector was cut off took it for dead, and continued
+    with a break after a second, while that elector's side could have a quorum.
+    """
+
+    async def play() -> None:
+        history = history_with(Calls())
+        electors = (contact(2).peer_id, contact(3).peer_id, contact(1).peer_id)
+        history.restore(Chain(head=HEAD, electors=electors, certificates=()))
+        alive(history, 3)
+        now_s = 0.0
+        while not history.seek_quorum([contact(3).peer_id], now_s, EPOCH_S):
+            now_s += 0.5
+        assert now_s == GRACE_S_MIN
+        assert history.is_break
 
     asyncio.run(play())
 
