@@ -149,9 +149,10 @@ def _read(file: Path) -> Running | None:
         isinstance(text, str) for text in [*texts, *one.addresses]
     ):
         return None
-    if type(one.trains) is not bool:
-        return None
-    return one if type(one.pid) is int and isinstance(one.started_s, int | float) else None
+    is_valid = (
+        type(one.pid) is int and isinstance(one.started_s, int | float) and isinstance(one.trains, bool)
+    )
+    return one if is_valid else None
 
 
 def _alive(one: Running) -> bool:
