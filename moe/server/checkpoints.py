@@ -119,7 +119,7 @@ class ExpertCheckpoints:
 
 def _restore(uid: ExpertUid, expert: Expert, checkpoint: Checkpoint, lineage: ExpertLineage) -> None:
     """Load a checkpoint into an expert. Raises PeerError when it has NaN or infinity, and UsageError when it
-    does not fit: an expert that began anew would soon replace all its checkpoints.
+    does not fit: an expert with its initial parameters would soon replace all its checkpoints.
     """
     if not all(is_finite(tensor) for tensor in checkpoint.tensors.values()):
         raise PeerError(f"{checkpoint.path} contains NaN or infinity")
