@@ -29,6 +29,7 @@ from benchmarks import (
     membership_costs,
     mixtures,
     peer_failures,
+    placements,
     reach,
     round_costs,
     simulated_attacks,
@@ -131,6 +132,7 @@ _EXPERTS: dict[str, Callable[[Setting], list[Row]]] = {
     ],
     "pipeline": lambda setting: [expert_grids.pipeline(setting)],
     "memory": lambda setting: [expert_grids.memory(setting)],
+    "placement": placements.rows,
     "low-rank": low_rank.rows,
 }
 

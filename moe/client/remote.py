@@ -15,7 +15,8 @@ from moe.client.replicas.autograd_bridge import (
     to_host_checked,
     uncompiled,
 )
-from moe.client.replicas.calling import ForwardResult, cast_to_schema
+from moe.client.replicas.calling import ForwardResult
+from moe.client.replicas.peers import cast_to_schema
 from moe.protocol.calls import UNCOMPRESSED, GradientPass, WireCodecs, check_staleness_max
 from moe.protocol.names import ExpertUid
 from moe.protocol.schema import ExpertSchema, Tree, check, flatten, same_structure, unflatten

@@ -15,47 +15,55 @@ OPEN_MAX = 64
 
 
 class CallSlots:
-    """Limits the concurrent calls to each server to OPEN_MAX: further ones wait for a slot, in the order in
-    which they came. Used on the network loop only.
+    """Limits the concurrent calls to each server to OPEN_MAX: further ones wait for slots, in the order in
+    which they came. Calls that share a message enter together. Used on the network loop only.
     """
 
     def __init__(self) -> None:
-        self._open: dict[PeerId, int] = {}  # calls that hold a slot
-        self._waiting: dict[PeerId, deque[asyncio.Future[None]]] = {}  # calls that wait for one
+        self._open: dict[PeerId, int] = {}  # slots that are taken
+        # messages that wait, each with the number of its calls
+        self._waiting: dict[PeerId, deque[tuple[asyncio.Future[None], int]]] = {}
 
-    def try_enter(self, peer: PeerId) -> bool:
-        """Take a slot if one is free, and return whether it was. `leave` gives it back."""
-        count = self._open.get(peer, 0)
-        if count >= OPEN_MAX:
+    def try_enter(self, peer: PeerId, count: int = 1) -> bool:
+        """Take slots for calls if enough are free and nobody waits for them, and return whether that is
+        true. `leave` gives them back.
+        """
+        taken = self._open.get(peer, 0) + count
+        if taken > OPEN_MAX or peer in self._waiting:
             return False
-        self._open[peer] = count + 1
+        self._open[peer] = taken
         return True
 
-    async def wait(self, peer: PeerId, deadline_s: float) -> None:
-        """Wait for a slot. Raises DeadlineExceeded when none was free until `deadline_s`."""
+    async def wait(self, peer: PeerId, count: int, deadline_s: float) -> None:
+        """Wait for `count` slots, at most OPEN_MAX. Raises DeadlineExceeded when fewer were free until
+        `deadline_s`.
+        """
         turn = asyncio.get_running_loop().create_future()
-        waiting = self._waiting.setdefault(peer, deque())
-        waiting.append(turn)
+        self._waiting.setdefault(peer, deque()).append((turn, count))
         try:
             async with asyncio.timeout_at(deadline_s):
                 await turn
         except BaseException as error:
-            if turn.done() and not turn.cancelled():  # it got a slot a moment ago
-                self.leave(peer)
+            if turn.done() and not turn.cancelled():  # it got its slots a moment ago
+                self.leave(peer, count)
+            else:
+                turn.cancel()
+                self.leave(peer, 0)  # others may have waited behind it
             if isinstance(error, TimeoutError):
                 raise DeadlineExceeded(f"{OPEN_MAX} other calls to peer {peer} did not end in time") from None
             raise
 
-    def leave(self, peer: PeerId) -> None:
-        """Give a slot back, or pass it on to the call that has waited longest."""
-        waiting = self._waiting.get(peer)
-        while waiting:
-            turn = waiting.popleft()
+    def leave(self, peer: PeerId, count: int = 1) -> None:
+        """Give slots back, and pass them on to the calls that have waited longest."""
+        taken, waiting = self._open.get(peer, 0) - count, self._waiting.get(peer)
+        while waiting and (waiting[0][0].done() or taken + waiting[0][1] <= OPEN_MAX):
+            turn, wanted = waiting.popleft()
             if not turn.done():  # it was not cancelled
+                taken += wanted
                 turn.set_result(None)
-                return
-        self._waiting.pop(peer, None)
-        if self._open[peer] > 1:
-            self._open[peer] -= 1
+        if not waiting:
+            self._waiting.pop(peer, None)
+        if taken:
+            self._open[peer] = taken
         else:
-            del self._open[peer]
+            self._open.pop(peer, None)

@@ -9,18 +9,16 @@ expert's schema; nothing was sent in that case.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import os
+import copy
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
 import torch
 
 from moe.protocol import methods
-from moe.protocol.call_slots import CallSlots
 from moe.protocol.codecs import UNCOMPRESSED as UNCOMPRESSED
 from moe.protocol.codecs import WireCodecs as WireCodecs
 from moe.protocol.declarations import ExpertReplica, ServerLoad
@@ -34,25 +32,38 @@ from moe.protocol.errors import (
     ExpertRefused,
     ExpertStale,
 )
-from moe.protocol.expected_reply import ExpectedReply
-from moe.protocol.merging import MergedRequests, Part
+from moe.protocol.merging import MergedRequests, MessageAnswers
 from moe.protocol.names import ExpertUid
-from moe.protocol.schema import ExpertSchema, check
-from moe.protocol.tensors import TensorPayload, encode
-from swarm.compression import Codec, find
-from swarm.core.errors import DeadlineExceeded, PeerError, UsageError
+from moe.protocol.parts import announced_bytes, cut
+from moe.protocol.passes import BackwardReply as BackwardReply
+from moe.protocol.passes import BackwardRequest as BackwardRequest
+from moe.protocol.passes import ForwardReply as ForwardReply
+from moe.protocol.passes import ForwardRequest as ForwardRequest
+from moe.protocol.passes import GradientPass as GradientPass
+from moe.protocol.passes import (
+    PreparedRequest,
+    encoding_takes_long,
+    prepared_backward,
+    prepared_forward,
+)
+from moe.protocol.passes import check_staleness_max as check_staleness_max
+from moe.protocol.schema import ExpertSchema
+from moe.protocol.tensors import is_finite
+from swarm.compression import Buffer
+from swarm.core.errors import DeadlineExceeded, PeerError, SwarmError, UsageError
 from swarm.core.ids import PeerId
 from swarm.net.channels import Channels
-from swarm.runtime.supervise import Supervisor
 from swarm.wire import expert_pb2
 from swarm.wire.expert_pb2 import DescribeRequest, ExpertReply, ExpertRequest
 
 if TYPE_CHECKING:
     from swarm.node import Node
 
+ReplyT = TypeVar("ReplyT")
+
 _SCHEMAS_MAX = 1024
 _CLASS_CHARACTERS_MAX = 64
-_POOLED_BYTES = 256 << 10  # encoding more bytes than this takes longer than a thread switch
+_POOLED_BYTES = 256 << 10  # decoding more bytes than this takes longer than a thread switch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,60 +79,9 @@ class Description:
     expert_class: str = ""  # the class from which its server made it; empty: a module of the server's user
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForwardReply:
-    """The reply to a forward pass."""
-
-    outputs: list[torch.Tensor]  # flat, in the order of the schema, on the host
-    version: int  # version of the parameters that computed the outputs
-    request_id: bytes  # identifies this pass in the backward pass that follows
-    wait_s: float  # how long the server's next request would wait
-    kept: bool = False  # the server keeps the inputs: the backward pass need not send them
-    # a batch that is too large for one request is cut into requests of `part_samples` samples, the last one
-    # of fewer: their replies; () when it was one request
-    parts: tuple[ForwardReply, ...] = ()
-    part_samples: int = 0
-
-    def take_outputs(self) -> list[torch.Tensor]:
-        """Remove and return the outputs, which a backward pass does not need."""
-        outputs = list(self.outputs)
-        self.outputs.clear()
-        return outputs
-
-    def for_pass(self, number: int) -> ForwardReply:
-        """Return the reply for the backward pass with this number, from 0 on, of one forward pass. Each pass
-        has a separate request id, which stays the same when the pass is repeated, and is applied in addition
-        to the others.
-        """
-        if not number:
-            return self
-        name = hashlib.sha256(self.request_id + number.to_bytes(8, "big")).digest()[: len(self.request_id)]
-        parts = tuple(part.for_pass(number) for part in self.parts)
-        return replace(self, request_id=name, kept=False, parts=parts)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BackwardReply:
-    """The reply to a backward pass."""
-
-    # gradients of the floating-point inputs, in order; None: the expert does not depend on that input
-    gradients: list[torch.Tensor | None]
-    version: int  # version of the parameters that computed the gradients, before the step
-    wait_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardOptions:
-    """How a forward pass is made. `keep`: a backward pass is likely to follow, so the server may keep the
-    inputs for it. `together`: share a message with other such passes to that server which are made in the
-    same turn of the event loop.
-    """
-
-    keep: bool = False
-    together: bool = False
-
-
-DEFAULT_OPTIONS = ForwardOptions()
+# called with the replies or errors of requests that are made together, by their numbers, as they come
+OnForward: TypeAlias = Callable[[Mapping[int, ForwardReply | SwarmError]], None]
+OnBackward: TypeAlias = Callable[[Mapping[int, BackwardReply | SwarmError]], None]
 
 
 class ExpertClient(Protocol):
@@ -133,68 +93,41 @@ class ExpertClient(Protocol):
         self, replica: ExpertReplica, uid: ExpertUid, *, timeout_s: float
     ) -> ExpertSchema: ...
 
-    async def forward(
+    async def forward_all(
         self,
         replica: ExpertReplica,
-        uid: ExpertUid,
-        inputs: Sequence[torch.Tensor],
+        requests: Mapping[int, ForwardRequest],
+        on_replies: OnForward,
         *,
         timeout_s: float,
         codecs: WireCodecs = ...,
-        options: ForwardOptions = ...,
-    ) -> ForwardReply: ...
+    ) -> None: ...
 
-    async def backward(
+    async def backward_all(
         self,
         replica: ExpertReplica,
-        uid: ExpertUid,
-        forward_reply: ForwardReply,
-        tensors: GradientPass,
+        requests: Mapping[int, BackwardRequest],
+        on_replies: OnBackward,
         *,
         timeout_s: float,
         codecs: WireCodecs = ...,
-    ) -> BackwardReply: ...
-
-
-@dataclass(frozen=True, slots=True)
-class GradientPass:
-    """The tensors of a backward pass: the inputs of the forward pass again, and for every floating-point
-    output its gradient (None stands for zeros).
-
-    `staleness_max`: refuse the pass when the expert's version differs by more than this from that of the
-    forward pass; None: apply it at any version.
-    """
-
-    inputs: Sequence[torch.Tensor]
-    gradients: Sequence[torch.Tensor | None]
-    staleness_max: int | None = None
-    together: bool = False  # share a message with others of the same turn of the event loop
-
-
-def check_staleness_max(staleness_max: int | None) -> int | None:
-    """Return a user's `staleness_max`. Raises UsageError when it is neither None nor a number of versions."""
-    if staleness_max is not None and not 0 <= staleness_max < 2**32:
-        raise UsageError(f"staleness_max is a number of versions from 0 up, or None, not {staleness_max!r}")
-    return staleness_max
+    ) -> None: ...
 
 
 class ExpertCalls:
     """The caller's end of expert calls. A node has one instance: `node.service(ExpertCalls.from_node)`."""
 
-    def __init__(
-        self, channels: Channels, pool: ThreadPoolExecutor, supervisor: Supervisor | None = None
-    ) -> None:
+    def __init__(self, channels: Channels, pool: ThreadPoolExecutor) -> None:
         self._channels, self._pool = channels, pool
-        self._requests = MergedRequests(channels, supervisor or Supervisor())
+        self._requests = MergedRequests(channels)
         self._schemas: OrderedDict[bytes, ExpertSchema] = OrderedDict()  # by digest
-        self._slots = CallSlots()
         # held while a server is asked for a schema
         self._asking: dict[tuple[PeerId, bytes], asyncio.Lock] = {}
 
     @classmethod
     def from_node(cls, node: Node) -> ExpertCalls:
         """Create the instance for a node."""
-        return cls(node.channels, node.network.pool, node.supervisor)
+        return cls(node.channels, node.network.pool)
 
     async def describe(
         self, replica: ExpertReplica, uids: Sequence[ExpertUid], *, timeout_s: float
@@ -265,6 +198,98 @@ class ExpertCalls:
             raise ExpertMissing(f"peer {replica.peer_id} hosts another {uid} now: {described.schema}")
         return described.schema
 
+    async def forward_all(
+        self,
+        replica: ExpertReplica,
+        requests: Mapping[int, ForwardRequest],
+        on_replies: OnForward,
+        *,
+        timeout_s: float,
+        codecs: WireCodecs = UNCOMPRESSED,
+    ) -> None:
+        """Run forward passes of experts of one server. `on_replies` is called once for each, with its reply
+        or with the error, as they come.
+        """
+
+        def prepare(number: int) -> PreparedRequest:
+            one = requests[number]
+            return prepared_forward(one, codecs.or_else(one.schema.codecs))
+
+        def reply_of(
+            prepared: PreparedRequest, reply: ExpertReply, found: list[torch.Tensor | None]
+        ) -> ForwardReply:
+            return ForwardReply(
+                outputs=[tensor for tensor in found if tensor is not None],
+                version=reply.version,
+                request_id=prepared.part.request.request_id,
+                wait_s=reply.wait_s,
+                kept=reply.kept,
+            )
+
+        encoding = codecs.or_else(next(iter(requests.values())).schema.codecs)
+        takes_long = encoding_takes_long([one.inputs for one in requests.values()], encoding.inputs)
+        deadline_s = _until(timeout_s)
+        prepared = await self._prepare(list(requests), prepare, takes_long, on_replies)
+        await self._exchange(replica, prepared, reply_of, on_replies, deadline_s)
+
+    async def backward_all(
+        self,
+        replica: ExpertReplica,
+        requests: Mapping[int, BackwardRequest],
+        on_replies: OnBackward,
+        *,
+        timeout_s: float,
+        codecs: WireCodecs = UNCOMPRESSED,
+    ) -> None:
+        """Run backward passes of experts of one server; each expert's optimizer makes a step. `replica` must
+        be the one that answered the forward passes. `on_replies` is called once for each, with its reply, the
+        gradients of the floating-point inputs, or with the error, as they come.
+
+        A pass is applied once for one forward reply, however many times this is called with it, so a call
+        that got no reply can be repeated.
+        """
+        deadline_s = _until(timeout_s)
+        sent_without_inputs = {number for number, one in requests.items() if one.forward_reply.kept}
+        encoding = codecs.or_else(next(iter(requests.values())).schema.codecs)
+
+        def prepare(number: int) -> PreparedRequest:
+            one = requests[number]
+            kept = number in sent_without_inputs
+            return prepared_backward(one, codecs.or_else(one.schema.codecs), inputs_kept=kept)
+
+        def reply_of(
+            prepared: PreparedRequest, reply: ExpertReply, found: list[torch.Tensor | None]
+        ) -> BackwardReply:
+            return BackwardReply(gradients=found, version=reply.version, wait_s=reply.wait_s)
+
+        async def exchange(numbers: Sequence[int], on_some: OnBackward) -> None:
+            takes_long = encoding_takes_long(
+                [
+                    [*requests[number].tensors.inputs, *requests[number].tensors.gradients]
+                    for number in numbers
+                ],
+                encoding.inputs or encoding.gradients,
+            )
+            prepared = await self._prepare(numbers, prepare, takes_long, on_some)
+            await self._exchange(replica, prepared, reply_of, on_some, deadline_s)
+
+        async with asyncio.TaskGroup() as tasks:
+
+            def take(found: Mapping[int, BackwardReply | SwarmError]) -> None:
+                forgotten = [
+                    number
+                    for number, one in found.items()
+                    if isinstance(one, _InputsForgotten) and number in sent_without_inputs
+                ]
+                if forgotten:
+                    sent_without_inputs.difference_update(forgotten)
+                    found = {number: one for number, one in found.items() if number not in forgotten}
+                    tasks.create_task(exchange(forgotten, on_replies))
+                if found:
+                    on_replies(found)
+
+            await exchange(list(requests), take)
+
     async def forward(
         self,
         replica: ExpertReplica,
@@ -273,34 +298,15 @@ class ExpertCalls:
         *,
         timeout_s: float,
         codecs: WireCodecs = UNCOMPRESSED,
-        options: ForwardOptions = DEFAULT_OPTIONS,
+        keep: bool = False,
     ) -> ForwardReply:
-        """Run a forward pass. `inputs` are the flat input tensors, on any device; they must not change until
-        this returns.
-        """
-        deadline_s = asyncio.get_running_loop().time() + timeout_s
-        known = self._schemas.get(replica.schema)
-        schema = known or await self.schema_of(replica, uid, timeout_s=timeout_s)
-        codecs, length = codecs.or_else(schema.codecs), schema.length_of(inputs)
-        fitted = schema.at(length)
-        batch = check(fitted.input_leaves, inputs, "input")
-        codec = find(codecs.outputs) if codecs.outputs else None
-        request = _request(uid, schema, batch, length, codec)
-        request.keep = options.keep  # its kind, forward, is the default
-        request.request_id = request_id = os.urandom(methods.REQUEST_ID_BYTES)
-        payloads = await self._encode(inputs, codecs.inputs)
-        expected = ExpectedReply(fitted.output_leaves, batch, codec, may_be_absent=False)
-        reply, outputs = await self._exchange(
-            replica, request, payloads, expected, deadline_s, options.together
-        )
-        tensors = [tensor for tensor in outputs if tensor is not None]
-        return ForwardReply(
-            outputs=tensors,
-            version=reply.version,
-            request_id=request_id,
-            wait_s=reply.wait_s,
-            kept=reply.kept,
-        )
+        """Run one forward pass, as `forward_all` does. Raises its error."""
+        deadline_s = _until(timeout_s)
+        schema = await self.schema_of(replica, uid, timeout_s=timeout_s)
+        found: dict[int, ForwardReply | SwarmError] = {}
+        requests = {0: ForwardRequest(uid, schema, inputs, keep)}
+        await self.forward_all(replica, requests, found.update, timeout_s=_left_s(deadline_s), codecs=codecs)
+        return _raise_error(found[0])
 
     async def backward(
         self,
@@ -312,124 +318,113 @@ class ExpertCalls:
         timeout_s: float,
         codecs: WireCodecs = UNCOMPRESSED,
     ) -> BackwardReply:
-        """Run a backward pass and return the gradients of the floating-point inputs; the expert's optimizer
-        makes a step. `replica` must be the one that answered the forward pass.
-
-        The pass is applied once for one `forward_reply`, however many times this is called with it, so a call
-        that got no reply can be repeated.
-        """
-        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        """Run one backward pass, as `backward_all` does. Raises its error."""
+        deadline_s = _until(timeout_s)
         schema = await self.schema_of(replica, uid, timeout_s=timeout_s)
-        codecs, length = codecs.or_else(schema.codecs), schema.length_of(tensors.inputs)
-        fitted = schema.at(length)
-        batch = check(fitted.input_leaves, tensors.inputs, "input")
-        if len(tensors.gradients) != len(schema.gradient_leaves):
-            raise UsageError(
-                f"{uid} has {len(schema.gradient_leaves)} floating-point outputs, "
-                f"and there are {len(tensors.gradients)} gradients"
-            )
-        given = [
-            (leaf, one)
-            for leaf, one in zip(fitted.gradient_leaves, tensors.gradients, strict=True)
-            if one is not None
-        ]
-        if (
-            given
-            and check([leaf for leaf, _ in given], [one for _, one in given], "gradient of output") != batch
-        ):
-            raise UsageError(f"the gradients have another batch size than the inputs, {batch}")
-        codec = find(codecs.input_gradients) if codecs.input_gradients else None
-        expected = ExpectedReply(fitted.input_gradient_leaves, batch, codec, may_be_absent=True)
-        gradients = await self._encode(tensors.gradients, codecs.gradients)
-        for kept in (True, False) if forward_reply.kept else (False,):
-            request = _request(uid, schema, batch, length, codec)
-            request.kind, request.request_id, request.version = (
-                expert_pb2.EXPERT_BACKWARD,
-                forward_reply.request_id,
-                forward_reply.version,
-            )
-            request.inputs_kept = kept
-            if tensors.staleness_max is not None:
-                request.staleness_max = tensors.staleness_max
-            payloads = gradients if kept else [*await self._encode(tensors.inputs, codecs.inputs), *gradients]
-            try:
-                reply, found = await self._exchange(
-                    replica, request, payloads, expected, deadline_s, tensors.together
-                )
-            except _InputsForgotten:
-                if not kept:
-                    raise
-            else:
-                return BackwardReply(gradients=found, version=reply.version, wait_s=reply.wait_s)
-        raise AssertionError("a request with its inputs is answered, or fails")
+        found: dict[int, BackwardReply | SwarmError] = {}
+        requests = {0: BackwardRequest(uid, schema, forward_reply, tensors)}
+        await self.backward_all(replica, requests, found.update, timeout_s=_left_s(deadline_s), codecs=codecs)
+        return _raise_error(found[0])
 
     def _remember_schema(self, schema: ExpertSchema) -> None:
         self._schemas[schema.digest] = schema
         if len(self._schemas) > _SCHEMAS_MAX:
             self._schemas.popitem(last=False)
 
-    async def _encode(
-        self, tensors: Sequence[torch.Tensor | None], codec_name: str | None
-    ) -> list[TensorPayload]:
-        codec = find(codec_name) if codec_name else None
-        size = sum([tensor.nbytes for tensor in tensors if tensor is not None])
-        if size <= _POOLED_BYTES or (
-            codec is None
-            and all(one is None or (one.device.type == "cpu" and one.is_contiguous()) for one in tensors)
-        ):
-            return encode(tensors, codec)
-        return await asyncio.get_running_loop().run_in_executor(self._pool, encode, tensors, codec)
+    async def _prepare(
+        self,
+        numbers: Sequence[int],
+        prepare: Callable[[int], PreparedRequest],
+        takes_long: bool,
+        on_failures: Callable[[Mapping[int, SwarmError]], None],
+    ) -> dict[int, PreparedRequest]:
+        """Prepare the requests with these numbers. Those that do not fit are passed to `on_failures`."""
+        prepared: dict[int, PreparedRequest] = {}
+        failed: dict[int, SwarmError] = {}
+
+        def prepare_all() -> None:
+            for number in numbers:
+                try:
+                    prepared[number] = prepare(number)
+                except SwarmError as error:
+                    failed[number] = error
+
+        if takes_long:
+            await asyncio.get_running_loop().run_in_executor(self._pool, prepare_all)
+        else:
+            prepare_all()
+        if failed:
+            on_failures(failed)
+        return prepared
 
     async def _exchange(
         self,
         replica: ExpertReplica,
-        request: ExpertRequest,
-        payloads: list[TensorPayload],
-        expected: ExpectedReply,
+        prepared: Mapping[int, PreparedRequest],
+        reply_of: Callable[[PreparedRequest, ExpertReply, list[torch.Tensor | None]], ReplyT],
+        on_replies: Callable[[Mapping[int, ReplyT | SwarmError]], None],
         deadline_s: float,
-        together: bool,
-    ) -> tuple[ExpertReply, list[torch.Tensor | None]]:
-        """Send a request as soon as not too many others are under way to that server, receive the reply and
-        decode its tensors.
-        """
-        methods.add_headers(request.tensors, payloads)
-        part = Part(request, payloads, expected.size_bytes, len(expected.leaves), deadline_s)
-        if max(part.request_bytes, part.reply_bytes) > methods.PAYLOAD_BYTES_MAX:
-            raise UsageError(
-                f"a call of an expert carries at most {methods.PAYLOAD_BYTES_MAX >> 20} MiB each way: "
-                "split the batch"
-            )
-        peer = replica.peer_id
-        if not self._slots.try_enter(peer):
-            await self._slots.wait(peer, deadline_s)
-        try:
-            send = self._requests.send_together if together else self._requests.send
-            reply, payload = await send(replica, part)
-        finally:
-            self._slots.leave(peer)
-        _raise_unless_ok(replica, request, reply)
-        if len(payload) <= _POOLED_BYTES:
-            return reply, expected.read(replica, reply, payload)
-        return reply, await asyncio.get_running_loop().run_in_executor(
-            self._pool, expected.read, replica, reply, payload
-        )
+    ) -> None:
+        """Send requests, and call `on_replies` with what `reply_of` makes of the replies, or with errors."""
+
+        def read(answers: MessageAnswers) -> dict[int, ReplyT | SwarmError]:
+            found: dict[int, ReplyT | SwarmError] = {}
+            for number, reply, payload, are_finite in _each(answers):
+                own = prepared[number]
+                try:
+                    _raise_unless_ok(replica, own.part.request, reply)
+                    tensors = own.expected.read(replica, reply, payload, is_finite=are_finite)
+                    found[number] = reply_of(own, reply, tensors)
+                except PeerError as error:
+                    found[number] = error
+            return found
+
+        async def on_answers(answers: MessageAnswers) -> None:
+            error = answers.error
+            if error is not None:
+                on_replies({number: copy.copy(error) for number in answers.numbers})
+            elif len(answers.payload) <= _POOLED_BYTES * len(answers.numbers):
+                on_replies(read(answers))
+            else:
+                loop = asyncio.get_running_loop()
+                on_replies(await loop.run_in_executor(self._pool, read, answers))
+
+        if prepared:
+            parts = {number: one.part for number, one in prepared.items()}
+            await self._requests.send(replica, parts, deadline_s, on_answers)
 
 
 class _InputsForgotten(ExpertFailed):
     """The server no longer has the inputs of the forward pass."""
 
 
-def _request(
-    uid: ExpertUid, schema: ExpertSchema, batch: int, length: int, codec: Codec | None
-) -> ExpertRequest:
-    return ExpertRequest(
-        uid=str(uid),
-        schema_digest=schema.digest,
-        batch=batch,
-        sequence_length=length,
-        reply_codec=codec.wire_id if codec else 0,
-        reply_codec_version=codec.version if codec else 0,
-    )
+def _until(timeout_s: float) -> float:
+    return asyncio.get_running_loop().time() + timeout_s
+
+
+def _left_s(deadline_s: float) -> float:
+    return deadline_s - asyncio.get_running_loop().time()
+
+
+def _raise_error(found: ReplyT | SwarmError) -> ReplyT:
+    if isinstance(found, SwarmError):
+        raise found
+    return found
+
+
+def _each(answers: MessageAnswers) -> Iterator[tuple[int, ExpertReply, Buffer | torch.Tensor, bool]]:
+    """Yield the number of each request, its reply, its payload, and whether that is known to have finite
+    float32 elements only: looking at all together takes a fraction of the time.
+    """
+    payload = answers.payload
+    if len(answers.replies) == 1 or not isinstance(payload, torch.Tensor):
+        for number, reply in zip(answers.numbers, answers.replies, strict=True):
+            yield number, reply, payload, False
+        return
+    are_finite = payload.numel() % 4 == 0 and is_finite(payload.view(torch.float32))
+    payloads = cut(payload, [announced_bytes(reply.tensors) for reply in answers.replies])
+    for number, reply, own in zip(answers.numbers, answers.replies, payloads, strict=True):
+        yield number, reply, own, are_finite
 
 
 def _raise_unless_ok(replica: ExpertReplica, request: ExpertRequest, reply: ExpertReply) -> None:

@@ -31,10 +31,15 @@ class ExpectedReply:
         return expected_bytes(self.leaves, self.batch, self.codec)
 
     def read(
-        self, replica: ExpertReplica, reply: ExpertReply, payload: Buffer | torch.Tensor
+        self,
+        replica: ExpertReplica,
+        reply: ExpertReply,
+        payload: Buffer | torch.Tensor,
+        *,
+        is_finite: bool = False,
     ) -> list[torch.Tensor | None]:
-        """Decode the tensors of a reply. Raises ExpertFailed when they do not fit the schema, or contain NaN
-        or infinity.
+        """Decode the tensors of a reply; `is_finite` as in `decode`. Raises ExpertFailed when they do not fit
+        the schema, or contain NaN or infinity.
         """
         absent_from = 0 if self.may_be_absent else len(self.leaves)
         headers = methods.read_headers(reply.tensors)
@@ -45,6 +50,6 @@ class ExpectedReply:
                 f"peer {replica.peer_id} sent a reply that does not fit the expert's schema: {error}"
             ) from None
         try:
-            return decode(headers, self.leaves, self.batch, payload)
+            return decode(headers, self.leaves, self.batch, payload, is_finite=is_finite)
         except PeerError as error:
             raise ExpertFailed(f"peer {replica.peer_id} answered with {error}") from None

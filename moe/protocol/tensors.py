@@ -182,15 +182,19 @@ def decode(
     leaves: Sequence[Leaf],
     batch: int,
     payload: Buffer | torch.Tensor,
+    *,
+    is_finite: bool = False,
 ) -> list[torch.Tensor | None]:
     """Decode a payload into tensors on the host. Where a payload of more than 32 KiB has the elements as they
     are, these are views of it; a smaller one is copied first. `headers` must have passed `check_headers`.
+    `is_finite`: all of it was looked at as float32, and has neither NaN nor infinity.
 
     Raises PeerError when the payload has another size, an element is not allowed by its dtype or codec, or is
     NaN or infinity.
     """
     return [
-        None if one is None else one.decode(one.raw) for one in check_payload(headers, leaves, batch, payload)
+        None if one is None else one.decode(one.raw)
+        for one in check_payload(headers, leaves, batch, payload, is_finite=is_finite)
     ]
 
 
@@ -199,6 +203,8 @@ def check_payload(
     leaves: Sequence[Leaf],
     batch: int,
     payload: Buffer | torch.Tensor,
+    *,
+    is_finite: bool = False,
 ) -> list[Encoded | None]:
     """Check a payload as `decode` does, with the same errors, without decoding it. The result can be decoded
     later and on another device.
@@ -214,7 +220,8 @@ def check_payload(
             found.append(None)
             continue
         own = raw if end - start == raw.numel() else raw[start:end]
-        found.append(_check_tensor(header, leaf, batch, own, f"tensor {number}"))
+        is_checked = is_finite and leaf.dtype is torch.float32
+        found.append(_check_tensor(header, leaf, batch, own, number, is_checked))
         start = end + -end % ALIGNMENT
     if start != raw.numel():
         raise PeerError(f"the payload has {raw.numel()} bytes, not {start}")
@@ -315,22 +322,25 @@ def _encode(tensor: torch.Tensor, codec: Codec | None) -> TensorPayload:
     return TensorPayload(0, 0, view_tensor(raw) if raw.numel() else b"")
 
 
-def _check_tensor(header: Header, leaf: Leaf, batch: int, raw: torch.Tensor, what: str) -> Encoded:
+def _check_tensor(
+    header: Header, leaf: Leaf, batch: int, raw: torch.Tensor, number: int, is_checked: bool
+) -> Encoded:
     if header.codec:
         codec = find_wire_id(header.codec, header.version)
         assert codec is not None  # `check_headers` has found it
         flaw = codec.flaw(raw, batch * leaf.elements)
         if flaw:
-            raise PeerError(f"{what}: {flaw}")
+            raise PeerError(f"tensor {number}: {flaw}")
         return Encoded(leaf, batch, codec, raw)
     if not raw.numel():
         return Encoded(leaf, batch, None, raw)
     if leaf.dtype == torch.bool and int(np.maximum.reduce(raw.numpy())) > 1:
-        raise PeerError(f"{what}: a bool is 0 or 1")
+        raise PeerError(f"tensor {number}: a bool is 0 or 1")
     values = raw.view(leaf.dtype)
-    if not is_finite(values):
+    if not is_checked and not is_finite(values):
         place = int((~torch.isfinite(values)).nonzero()[0])
         raise PeerError(
-            f"{what}: element {place} (sample {place // max(math.prod(leaf.shape), 1)}) is NaN or infinity"
+            f"tensor {number}: element {place} (sample {place // max(math.prod(leaf.shape), 1)}) "
+            "is NaN or infinity"
         )
     return Encoded(leaf, batch, None, raw, values)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass, field
 
 import pytest
 
@@ -21,10 +20,10 @@ from moe.server.logic.placement import (
     plan_moves,
 )
 from swarm.core.ids import PeerId
+from swarm.testing.placed_pipeline import PlacedPipeline
 
 STAGES = [ExpertUid.parse(f"block.{number}") for number in range(4)]
 PEERS = [PeerId(bytes([number]) * 32) for number in range(64)]
-DECLARE_S, EXPIRE_S = 15.0, 45.0  # as servers declare themselves, and as long as a dead one is found
 
 
 def load_of(*counts: int, busy: tuple[float, ...] = ()) -> GridLoad:
@@ -122,75 +121,11 @@ def test_a_server_that_has_moved_stays_for_a_while_unless_an_expert_has_no_serve
     assert machine.step(starved, SETTLE_S) == urgent
 
 
-@dataclass
-class Server:
-    """A simulated server of one stage."""
-
-    peer: PeerId
-    stage: ExpertUid
-    machine: Placement
-    moves_s: list[float] = field(default_factory=list)
-
-
-class Pipeline:
-    """A pipeline that is never idle: its slowest stage is always busy. Servers declare themselves every 15 s,
-    die at random, and others come. It counts what it computes, and what the best placement would have.
-    """
-
-    def __init__(self, seed: int, servers: int) -> None:
-        self.rng = random.Random(seed)
-        self.names = iter(PeerId(self.rng.randbytes(32)) for _ in range(10_000))
-        self.servers: list[Server] = []
-        self.declared: dict[PeerId, tuple[ExpertUid, float, float]] = {}  # stage, busy, until
-        self.now_s, self.computed, self.possible = 0.0, 0.0, 0.0
-        for _ in range(servers):
-            self.join()
-
-    def join(self) -> None:
-        peer = next(self.names)
-        (stage,) = choose_needed(self.load(), peer, 1, self.rng)
-        self.servers.append(Server(peer, stage, Placement(peer)))
-        self.declare(self.servers[-1])
-
-    def declare(self, server: Server) -> None:
-        counts = Counter(one.stage for one in self.servers)
-        busy = self.rate() / counts[server.stage] if self.rate() else 0.0
-        self.declared[server.peer] = server.stage, busy, self.now_s + EXPIRE_S
-
-    def rate(self) -> float:
-        counts = Counter(one.stage for one in self.servers)
-        return float(min(counts[stage] for stage in STAGES))
-
-    def load(self) -> GridLoad:
-        live = {peer: one for peer, one in self.declared.items() if self.now_s < one[2]}
-        return {
-            stage: {peer: busy for peer, (at, busy, _) in live.items() if at == stage} for stage in STAGES
-        }
-
-    def second(self) -> None:
-        self.now_s += 1.0
-        self.computed += self.rate()
-        self.possible += len(self.servers) // len(STAGES)
-        for number, server in enumerate(self.servers):
-            if (self.now_s + 3.7 * number) % DECLARE_S < 1.0:
-                self.declare(server)
-                move = server.machine.step(self.load(), self.now_s)
-                if move is not None:
-                    server.stage = move.target
-                    server.moves_s.append(self.now_s)
-                    self.declare(server)
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_throughput_with_departures_is_within_a_tenth_of_the_best_placement(seed: int) -> None:
     """Sixteen servers host four stages. One dies every ten minutes on average, and one comes."""
-    pipeline = Pipeline(seed, servers=16)
-    for _ in range(4 * 3600):
-        pipeline.second()
-        if pipeline.rng.random() < 1 / 600:
-            pipeline.servers.remove(pipeline.rng.choice(pipeline.servers))
-        if pipeline.rng.random() < 1 / 600:
-            pipeline.join()
+    pipeline = PlacedPipeline(seed, 16, STAGES)
+    pipeline.run_with_departures(4 * 3600, every_s=600.0)
     assert pipeline.computed >= 0.9 * pipeline.possible, pipeline.computed / pipeline.possible
     rests = [
         after - before
@@ -202,14 +137,10 @@ def test_throughput_with_departures_is_within_a_tenth_of_the_best_placement(seed
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_stage_that_loses_all_its_servers_gets_one_within_two_minutes(seed: int) -> None:
-    pipeline = Pipeline(seed, servers=8)
+    pipeline = PlacedPipeline(seed, 8, STAGES)
     for _ in range(60):
         pipeline.second()
-    pipeline.servers = [one for one in pipeline.servers if one.stage != STAGES[1]]
-    begun_s = pipeline.now_s
-    while not pipeline.rate():
-        pipeline.second()
-        assert pipeline.now_s - begun_s < 120.0
+    assert pipeline.lose(STAGES[1]) <= 120.0
     for _ in range(600):
         pipeline.second()
     assert sum(len(one.moves_s) for one in pipeline.servers) == 1, "one server moves, and nobody else"

@@ -11,14 +11,13 @@ import pytest
 import torch
 
 from moe.protocol.declarations import ExpertReplica
-from moe.protocol.merging import MergedRequests, Part, shared_messages
+from moe.protocol.merging import MergedRequests, MessageAnswers, Part, shared_messages
 from moe.protocol.parts import PARTS_BYTES_MAX, PARTS_MAX, announced_bytes, cut, parts_of
 from moe.protocol.tensors import TensorPayload
-from swarm.core.errors import NetworkError, PeerError
+from swarm.core.errors import NetworkError, PeerError, SwarmError
 from swarm.core.ids import Address, Contact
 from swarm.net.channels import Channels
 from swarm.net.rpc import copy_into
-from swarm.runtime.supervise import Supervisor
 from swarm.testing.identities import SeededIdentity
 from swarm.testing.virtual_loop import VirtualLoop
 from swarm.wire import expert_pb2
@@ -33,10 +32,10 @@ def run(work: Coroutine[Any, Any, None]) -> None:
         runner.run(work)
 
 
-def part(name: str, *, size: int = SIZE, reply_bytes: int = SIZE, timeout_s: float = 10.0) -> Part:
+def part(name: str, *, size: int = SIZE, reply_bytes: int = SIZE) -> Part:
     request = ExpertRequest(uid=name, batch=1, tensors=[TensorHeader(payload_bytes=size)])
     payload = TensorPayload(0, 0, (name[-1:] * size).encode())
-    return Part(request, [payload], reply_bytes, 1, asyncio.get_running_loop().time() + timeout_s)
+    return Part(request, [payload], reply_bytes, 1)
 
 
 def flat(payload: bytes) -> torch.Tensor:
@@ -78,7 +77,8 @@ class Server:
         self.answer = answer
         self.messages: list[list[str]] = []  # names of the experts of each message
         self.cancelled = 0
-        self.requests = MergedRequests(cast(Channels, self), Supervisor())
+        self.came_s: dict[str, float] = {}  # when the answer of an expert came
+        self.requests = MergedRequests(cast(Channels, self))
 
     async def call(
         self, contact: Contact, method: object, request: ExpertRequest, *, timeout_s: float
@@ -95,12 +95,30 @@ class Server:
             self.cancelled += 1
             raise
 
-    async def ask(self, name: str, **options: Any) -> str:
-        """Send a request, and return the payload of its answer."""
-        reply, payload = await self.requests.send_together(REPLICA, part(name, **options))
-        assert reply.reason == name
-        raw = payload.numpy().tobytes() if isinstance(payload, torch.Tensor) else bytes(payload)
-        return raw.decode()
+    async def ask(self, *names: str) -> dict[str, str | SwarmError]:
+        """Send requests together, and return the payload of each answer, or the error, in the order in which
+        they came.
+        """
+        found: dict[str, str | SwarmError] = {}
+
+        async def on_answers(answers: MessageAnswers) -> None:
+            if answers.error is not None:
+                found.update((names[number], answers.error) for number in answers.numbers)
+                return
+            payload = answers.payload
+            raw = payload.numpy().tobytes() if isinstance(payload, torch.Tensor) else bytes(payload)
+            sizes = [announced_bytes(reply.tensors) for reply in answers.replies]
+            cuts = cut(flat(raw), sizes)
+            for number, reply, own in zip(answers.numbers, answers.replies, cuts, strict=True):
+                assert reply.reason == names[number]
+                found[names[number]] = own.numpy().tobytes().decode()
+                self.came_s[names[number]] = asyncio.get_running_loop().time()
+
+        deadline_s = asyncio.get_running_loop().time() + 10.0
+        parts = {number: part(name) for number, name in enumerate(names)}
+        await self.requests.send(REPLICA, parts, deadline_s, on_answers)
+        assert found.keys() == set(names)
+        return found
 
 
 class ServerStream:
@@ -133,38 +151,46 @@ class ServerStream:
         return copy_into(await self.receive(), buffer)
 
 
-def test_requests_of_one_turn_share_a_message_and_each_gets_its_own_answer() -> None:
+def answers(*names: str) -> dict[str, str]:
+    return {name: name[-1].upper() * SIZE for name in names}
+
+
+def test_requests_that_are_made_together_share_a_message_and_each_gets_its_own_answer() -> None:
     async def scenario() -> None:
         server = Server()
-        answers = await asyncio.gather(*(server.ask(f"ffn.{name}") for name in "abc"))
-        assert answers == ["A" * SIZE, "B" * SIZE, "C" * SIZE]
+        assert await server.ask("ffn.a", "ffn.b", "ffn.c") == answers("ffn.a", "ffn.b", "ffn.c")
         assert server.messages == [["ffn.a", "ffn.b", "ffn.c"]]
-        assert await server.ask("ffn.d") == "D" * SIZE
+        assert await server.ask("ffn.d") == answers("ffn.d")
         assert server.messages[1:] == [["ffn.d"]]
-        await asyncio.gather(*(server.requests.send(REPLICA, part(f"ffn.{name}")) for name in "ef"))
+        await asyncio.gather(server.ask("ffn.e"), server.ask("ffn.f"))
         assert server.messages[2:] == [["ffn.e"], ["ffn.f"]], "these are not made together"
 
     run(scenario())
 
 
-def test_a_message_has_bounded_parts_and_bytes_and_parts_of_one_deadline() -> None:
+def messages_of(parts: list[Part]) -> list[list[Part]]:
+    return [list(one.values()) for one in shared_messages(dict(enumerate(parts)))]
+
+
+def test_a_message_has_bounded_parts_and_bytes() -> None:
+    assert [len(one) for one in messages_of([part("a") for _ in range(150)])] == [64, 64, 22]
+    half = PARTS_BYTES_MAX // 2
+    for options in ({"size": half}, {"reply_bytes": half}):
+        assert [len(one) for one in messages_of([part("a", **options) for _ in range(5)])] == [2, 2, 1]
+    assert [len(one) for one in messages_of([part("a", size=2 * half), part("b")])] == [1, 1]
+    long_names = [part("x" * 4000) for _ in range(60)]
+    sizes = [sum(one.request.ByteSize() for one in parts) for parts in messages_of(long_names)]
+    assert max(sizes) <= 64 << 10
+    assert len(sizes) == 4
+
+
+def test_a_server_gets_so_many_requests_at_a_time_and_the_rest_when_answers_came() -> None:
     async def scenario() -> None:
-        assert [len(one) for one in shared_messages([part("a") for _ in range(150)])] == [64, 64, 22]
-        half = PARTS_BYTES_MAX // 2
-        for options in ({"size": half}, {"reply_bytes": half}):
-            assert [len(one) for one in shared_messages([part("a", **options) for _ in range(5)])] == [
-                2,
-                2,
-                1,
-            ]
-        assert [len(one) for one in shared_messages([part("a", size=2 * half), part("b")])] == [1, 1]
-        mixed = [part(str(number), timeout_s=10.0 + 5.0 * (number % 2)) for number in range(6)]
-        found = shared_messages(mixed)
-        assert [[one.request.uid for one in parts] for parts in found] == [["0", "2", "4"], ["1", "3", "5"]]
-        long_names = [part("x" * 4000) for _ in range(60)]
-        sizes = [sum(one.request.ByteSize() for one in parts) for parts in shared_messages(long_names)]
-        assert max(sizes) <= 64 << 10
-        assert len(sizes) == 4
+        server = Server()
+        names = [f"ffn.{number}.a" for number in range(100)]
+        assert await server.ask(*names) == answers(*names)
+        assert [len(one) for one in server.messages] == [PARTS_MAX, 100 - PARTS_MAX]
+        assert sorted(set(server.came_s.values())) == [2.0, 4.0]
 
     run(scenario())
 
@@ -177,8 +203,7 @@ def test_an_older_server_gets_single_requests() -> None:
     async def scenario() -> None:
         server = Server(refuse)
         for _ in range(2):
-            answers = await asyncio.gather(*(server.ask(f"ffn.{name}") for name in "ab"))
-            assert answers == ["A" * SIZE, "B" * SIZE]
+            assert await server.ask("ffn.a", "ffn.b") == answers("ffn.a", "ffn.b")
         assert server.messages == [["ffn.a", "ffn.b"], *[["ffn.a"], ["ffn.b"]] * 2]
 
     run(scenario())
@@ -189,53 +214,36 @@ def test_answers_that_come_earlier_are_not_kept_by_later_ones() -> None:
         return [message for reply in reversed(replies) for message in in_one([reply], len(replies))]
 
     async def scenario() -> None:
-        server, came = Server(one_by_one), list[str]()
-
-        async def ask(name: str) -> None:
-            assert await server.ask(f"ffn.{name}") == name.upper() * SIZE
-            came.append(f"{name} after {asyncio.get_running_loop().time() - begun_s:.0f} s")
-
-        begun_s = asyncio.get_running_loop().time()
-        await asyncio.gather(*map(ask, "abc"))
-        assert came == ["c after 2 s", "b after 4 s", "a after 6 s"]
-        assert server.messages == [["ffn.a", "ffn.b", "ffn.c"]]
+        server = Server(one_by_one)
+        assert await server.ask("a", "b", "c") == answers("a", "b", "c")
+        assert server.came_s == {"c": 2.0, "b": 4.0, "a": 6.0}
+        assert server.messages == [["a", "b", "c"]]
 
     run(scenario())
 
 
-def test_a_caller_that_is_cancelled_ends_the_message_only_when_it_was_the_last() -> None:
+def test_a_message_ends_when_its_caller_is_cancelled() -> None:
     async def scenario() -> None:
         server, loop = Server(), asyncio.get_running_loop()
-        calls = [loop.create_task(server.ask(f"ffn.{name}")) for name in "abc"]
+        call = loop.create_task(server.ask("ffn.a", "ffn.b"))
         await asyncio.sleep(0.5)
-        calls[0].cancel()
-        await asyncio.sleep(0.1)
-        assert not server.cancelled
-        assert await asyncio.gather(*calls[1:]) == ["B" * SIZE, "C" * SIZE]
-        calls = [loop.create_task(server.ask(f"ffn.{name}")) for name in "abc"]
-        await asyncio.sleep(0.5)
-        for call in calls:
-            call.cancel()
+        call.cancel()
         await asyncio.sleep(0.1)
         assert server.cancelled == 1
-        first, second = (loop.create_task(server.ask(f"ffn.{name}")) for name in "ab")
-        loop.call_soon(first.cancel)  # while it gathers
-        assert await second == "B" * SIZE
-        assert server.messages[-1] == ["ffn.b"]
+        names = [f"ffn.{number}.a" for number in range(PARTS_MAX)]
+        assert await server.ask(*names) == answers(*names), "its requests do not count as open any more"
 
     run(scenario())
 
 
-def test_each_caller_gets_the_error_of_a_message_for_itself() -> None:
+def test_each_request_gets_the_error_of_its_message() -> None:
     def fail(replies: list[ExpertReply]) -> list[bytes]:
         raise NetworkError("the connection broke")
 
     async def scenario() -> None:
-        server = Server(fail)
-        found = await asyncio.gather(*(server.ask(f"ffn.{name}") for name in "ab"), return_exceptions=True)
-        assert all(isinstance(error, NetworkError) for error in found)
-        assert {str(error) for error in found} == {"the connection broke"}
-        assert found[0] is not found[1]
+        found = await Server(fail).ask("ffn.a", "ffn.b")
+        assert all(isinstance(error, NetworkError) for error in found.values())
+        assert {str(error) for error in found.values()} == {"the connection broke"}
 
     run(scenario())
 
@@ -275,9 +283,8 @@ def test_an_answer_that_does_not_fit_fails_all_that_wait(
     answer: Callable[[list[ExpertReply]], list[bytes]], said: str
 ) -> None:
     async def scenario() -> None:
-        server = Server(answer)
-        found = await asyncio.gather(*(server.ask(f"ffn.{name}") for name in "ab"), return_exceptions=True)
-        assert all(isinstance(error, PeerError) and said in str(error) for error in found)
+        found = await Server(answer).ask("ffn.a", "ffn.b")
+        assert all(isinstance(error, PeerError) and said in str(error) for error in found.values())
 
     run(scenario())
 

@@ -5,108 +5,39 @@ directory cache.
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, cast
+from collections.abc import Awaitable, Sequence
 
 import pytest
-import torch
 
-from moe.client.logic.replica_stats import ReplicaStats
 from moe.client.replicas.calling import ForwardCall, ForwardResult, ReplicaCalls
 from moe.client.replicas.directory_cache import STALE_S, ExpertDirectoryCache
-from moe.protocol.calls import UNCOMPRESSED, BackwardReply, ExpertClient, ForwardReply, GradientPass
+from moe.protocol.calls import UNCOMPRESSED, BackwardReply, GradientPass
 from moe.protocol.declarations import ExpertReplica, GridBranch
 from moe.protocol.errors import ExpertApplied, ExpertFailed, ExpertMissing, ExpertOverloaded, ExpertRefused
 from moe.protocol.names import ExpertUid
-from moe.protocol.schema import ExpertSchema, Leaf
 from swarm.core.errors import DeadlineExceeded, NetworkError, NotEnoughPeers, SwarmError
-from swarm.core.ids import Address, Contact, PeerId
+from swarm.core.ids import Contact
 from swarm.runtime.supervise import Supervisor
 from swarm.testing.identities import SeededIdentity
 from swarm.testing.virtual_loop import EPOCH_UNIX_S, VirtualClock, run_virtual
-
-UID = ExpertUid.parse("ffn.0")
-PEERS = [SeededIdentity(f"replica/{number}").peer_id for number in range(3)]
-REPLICAS = [
-    ExpertReplica(Contact(peer, (Address("10.0.0.1", 4000),)), b"", expiration=EPOCH_UNIX_S + 1e6)
-    for peer in PEERS
-]
-SCHEMA = ExpertSchema((Leaf(torch.float32, (2,)),), Leaf(torch.float32, (2,)))
-INPUTS = [torch.ones(1, 2)]
-Answer = Callable[[], Awaitable[None]]
-
-
-class Scripted:
-    """A stand-in for `ExpertCalls`: each call waits, then raises or answers, as scripted per peer."""
-
-    def __init__(
-        self,
-        forward: dict[PeerId, Any] | None = None,
-        backward: Sequence[Any] = (),
-        schema: dict[PeerId, Any] | None = None,
-    ) -> None:
-        self._forward, self._backward, self._schema = forward or {}, list(backward), schema or {}
-        self.asked: list[tuple[float, PeerId]] = []
-        self.request_ids: list[bytes] = []
-
-    async def schema_of(self, replica: ExpertReplica, uid: ExpertUid, *, timeout_s: float) -> ExpertSchema:
-        await self._play(self._schema.get(replica.peer_id, 0.0))
-        return SCHEMA
-
-    async def forward(
-        self, replica: ExpertReplica, uid: ExpertUid, inputs: Sequence[torch.Tensor], **settings: Any
-    ) -> ForwardReply:
-        self.asked.append((asyncio.get_running_loop().time(), replica.peer_id))
-        await self._play_within(settings["timeout_s"], self._forward.get(replica.peer_id, 0.1))
-        return ForwardReply(outputs=[inputs[0]], version=1, request_id=b"one", wait_s=0.0)
-
-    async def backward(
-        self,
-        replica: ExpertReplica,
-        uid: ExpertUid,
-        forward_reply: ForwardReply,
-        tensors: GradientPass,
-        **settings: Any,
-    ) -> BackwardReply:
-        self.asked.append((asyncio.get_running_loop().time(), replica.peer_id))
-        self.request_ids.append(forward_reply.request_id)
-        await self._play_within(settings["timeout_s"], self._backward.pop(0) if self._backward else 0.1)
-        return BackwardReply(gradients=[tensors.inputs[0]], version=1, wait_s=0.0)
-
-    async def _play_within(self, timeout_s: float, what: Any) -> None:
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._play(what)
-        except TimeoutError:
-            raise DeadlineExceeded("silent") from None
-
-    async def _play(self, what: Any) -> None:
-        if isinstance(what, BaseException):
-            raise what
-        await asyncio.sleep(what)
-
-
-def calls_of(scripted: Scripted, table: Table | None = None) -> ReplicaCalls:
-    clock = VirtualClock()
-    return ReplicaCalls(
-        cast(ExpertClient, scripted),
-        ReplicaStats(random.Random(0)),
-        ExpertDirectoryCache(table or Table(), clock, Supervisor()),
-        clock,
-    )
+from tests.sim.scripted_experts import (
+    INPUTS,
+    PEERS,
+    REPLICAS,
+    ROOT,
+    SCHEMA,
+    UID,
+    Scripted,
+    Table,
+    calls_of,
+    forward_result,
+)
 
 
 def forward(
     calls: ReplicaCalls, replicas: Sequence[ExpertReplica], deadline_s: float = 10.0
 ) -> Awaitable[ForwardResult]:
     return calls.forward(ForwardCall(UID, replicas, INPUTS, True), deadline_s=deadline_s, codecs=UNCOMPRESSED)
-
-
-def forward_result() -> ForwardResult:
-    return ForwardResult(
-        UID, REPLICAS[0], ForwardReply(outputs=[INPUTS[0]], version=1, request_id=b"one", wait_s=0.0)
-    )
 
 
 def backward(calls: ReplicaCalls, deadline_s: float = 10.0) -> Awaitable[BackwardReply]:
@@ -205,13 +136,13 @@ def test_forward_any_asks_every_replica_and_then_new_ones() -> None:
         )
         calls = calls_of(scripted, table)
         assert (await forward_any(calls)).replica == many[5]
-        scripted._forward = {replica.peer_id: NetworkError("gone") for replica in many[:8]}
+        scripted.forward_outcomes = {replica.peer_id: NetworkError("gone") for replica in many[:8]}
         table.branches_of[ROOT] = GridBranch({0: tuple(many)})
         assert (await forward_any(calls)).replica == many[8]
-        del scripted._forward[many[0].peer_id]
-        scripted._forward[many[8].peer_id] = NetworkError("gone, too")
+        del scripted.forward_outcomes[many[0].peer_id]
+        scripted.forward_outcomes[many[8].peer_id] = NetworkError("gone, too")
         assert (await forward_any(calls)).replica == many[0], "though it is avoided"
-        scripted._forward[many[0].peer_id] = NetworkError("gone")
+        scripted.forward_outcomes[many[0].peer_id] = NetworkError("gone")
         with pytest.raises(NetworkError, match="gone"):
             await forward_any(calls)
 
@@ -325,27 +256,6 @@ def test_a_lost_backward_answer_is_asked_for_again_before_the_deadline() -> None
         assert asyncio.get_running_loop().time() == pytest.approx(16.15)
 
     run_virtual(scenario())
-
-
-class Table:
-    """A stand-in for the DHT's directory."""
-
-    def __init__(self, replicas: Sequence[ExpertReplica] = ()) -> None:
-        self.branches_of: dict[ExpertUid, GridBranch] = (
-            {ROOT: GridBranch({0: tuple(replicas)})} if replicas else {}
-        )
-        self.reads: list[Sequence[ExpertUid]] = []
-        self.delay_s, self.down = 0.1, False
-
-    async def branches(self, prefixes: Sequence[ExpertUid], **_: Any) -> dict[ExpertUid, GridBranch]:
-        self.reads.append(prefixes)
-        await asyncio.sleep(self.delay_s)
-        if self.down:
-            raise DeadlineExceeded("the DHT is silent")
-        return {prefix: self.branches_of.get(prefix, GridBranch()) for prefix in prefixes}
-
-
-ROOT = ExpertUid.parse_prefix("ffn")
 
 
 def test_the_directory_cache_refreshes_in_the_background_and_drops_expired_replicas() -> None:

@@ -79,7 +79,7 @@ def test_a_call_waits_for_a_slot_until_its_deadline() -> None:
         async def call(seconds: float) -> None:
             nonlocal under_way, most
             if not calls.try_enter(peer):
-                await calls.wait(peer, loop.time() + 10.0)
+                await calls.wait(peer, 1, loop.time() + 10.0)
             under_way += 1
             most = max(most, under_way)
             await asyncio.sleep(seconds)
@@ -92,13 +92,43 @@ def test_a_call_waits_for_a_slot_until_its_deadline() -> None:
         await asyncio.sleep(0)
         assert not calls.try_enter(peer)
         with pytest.raises(DeadlineExceeded, match="64 other calls"):
-            await calls.wait(peer, loop.time() + 0.05)
+            await calls.wait(peer, 1, loop.time() + 0.05)
         assert calls.try_enter(other)
-        cancelled = loop.create_task(calls.wait(peer, loop.time() + 10.0))
+        cancelled = loop.create_task(calls.wait(peer, 1, loop.time() + 10.0))
         await asyncio.sleep(0)
         cancelled.cancel()
         await asyncio.gather(*held)
         await call(0.0)
         assert under_way == 0
+
+    run_on_loop(scenario())
+
+
+def test_calls_that_share_a_message_wait_for_all_their_slots_and_nobody_overtakes_them() -> None:
+    async def scenario() -> None:
+        calls, peer, came = CallSlots(), SeededIdentity("a").peer_id, list[str]()
+        loop = asyncio.get_running_loop()
+
+        async def enter(name: str, count: int) -> None:
+            await calls.wait(peer, count, loop.time() + 10.0)
+            came.append(name)
+
+        assert calls.try_enter(peer, OPEN_MAX - 2)
+        large, small = loop.create_task(enter("large", 3)), loop.create_task(enter("small", 1))
+        await asyncio.sleep(0)
+        assert not calls.try_enter(peer), "others wait for the two slots"
+        calls.leave(peer)
+        await asyncio.gather(large)
+        assert came == ["large"]
+        calls.leave(peer)
+        await asyncio.gather(small)
+        waiting = [loop.create_task(enter(name, count)) for name, count in (("many", OPEN_MAX), ("one", 1))]
+        await asyncio.sleep(0)
+        calls.leave(peer)
+        waiting[0].cancel()
+        await asyncio.gather(waiting[1])
+        assert came == ["large", "small", "one"], "one that is cancelled holds up nobody"
+        calls.leave(peer, OPEN_MAX)
+        assert calls.try_enter(peer, OPEN_MAX)
 
     run_on_loop(scenario())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -13,11 +13,12 @@ import torch
 
 import swarm
 from moe.client.local import LocalMixtureOfExperts
-from moe.protocol.calls import ForwardOptions, ForwardReply, GradientPass
+from moe.protocol.calls import BackwardRequest, ExpertCalls, ForwardReply, ForwardRequest, GradientPass
 from moe.protocol.errors import ExpertFailed, ExpertMissing, ExpertOverloaded, ExpertRefused, ExpertStale
 from moe.protocol.methods import CALL, EXCHANGE, receive_payload
 from moe.protocol.names import ExpertUid
 from moe.protocol.parts import PARTS_MAX, announced_bytes
+from moe.protocol.schema import ExpertSchema
 from moe.server.compute import ComputeThread
 from moe.server.jobs import Job
 from moe.server.pass_runner import PassRunner
@@ -116,15 +117,6 @@ def test_a_step_over_four_servers_makes_four_requests_each_way_and_equals_the_lo
                     assert sorted(name for _, names in found for name in names) == sorted(modules)
 
 
-def together(two: Pair, uids: Sequence[str], work: Callable[[ExpertUid], Any]) -> dict[str, Any]:
-    """Make a call of each expert in one turn, and return their results, or errors."""
-
-    async def all_of_them() -> list[Any]:
-        return await asyncio.gather(*(work(ExpertUid.parse(uid)) for uid in uids), return_exceptions=True)
-
-    return dict(zip(uids, two.run(all_of_them()), strict=True))
-
-
 class NotFinite(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x / 0.0
@@ -133,16 +125,32 @@ class NotFinite(torch.nn.Module):
 UIDS = ["ffn.0", "ffn.1", "ffn.2"]
 
 
-def forward_of(two: Pair, inputs: dict[str, torch.Tensor], keep: bool = False) -> Callable[[ExpertUid], Any]:
-    calls = two.calls
+async def forward_together(
+    two: Pair,
+    calls: ExpertCalls,
+    uids: Sequence[str],
+    inputs: Mapping[str, torch.Tensor] | None = None,
+    keep: bool = False,
+) -> dict[str, Any]:
+    """Make a forward pass of each expert together, and return their replies, or errors."""
+    found: dict[str, Any] = {}
+    requests = {}
+    for number, uid in enumerate(uids):
+        schema = network_schema(two, uid)
+        x = (inputs or {}).get(uid, torch.ones(2, WIDTH))
+        requests[number] = ForwardRequest(ExpertUid.parse(uid), schema, [x], keep)
 
-    def forward(uid: ExpertUid) -> Any:
-        x = inputs.get(str(uid), torch.ones(2, WIDTH))
-        return calls.forward(
-            two.replica, uid, [x], timeout_s=10.0, options=ForwardOptions(keep, together=True)
-        )
+    def note(replies: Mapping[int, Any]) -> None:
+        found.update((uids[number], reply) for number, reply in replies.items())
 
-    return forward
+    await calls.forward_all(two.replica, requests, note, timeout_s=10.0)
+    return found
+
+
+def network_schema(two: Pair, uid: str) -> ExpertSchema:
+    """Return the schema of an expert, or for one that is not hosted that of another one."""
+    experts = two.server.experts
+    return experts.get(ExpertUid.parse(uid), next(iter(experts.values()))).schema
 
 
 def three(middle: swarm.Expert | None = None) -> dict[str, swarm.Expert]:
@@ -166,9 +174,7 @@ def test_a_part_that_fails_leaves_the_others_alone(
                 return "the queue is full" if job.uid == "ffn.1" else offer(thread, job, wake=wake)
 
             monkeypatch.setattr(ComputeThread, "offer", offer_some)
-        together(two, ["ffn.0"], forward_of(two, {}))  # the schema is known from now on
-        messages.clear()
-        found = together(two, UIDS, forward_of(two, {"ffn.1": bad} if case == "bad input" else {}))
+        found = two.run(forward_together(two, two.calls, UIDS, {"ffn.1": bad} if case == "bad input" else {}))
         errors: dict[str, type[SwarmError]] = {
             "missing": ExpertMissing,
             "not finite": ExpertFailed,
@@ -188,15 +194,21 @@ def test_a_part_that_fails_leaves_the_others_alone(
 def test_a_stale_part_is_not_applied_and_the_others_are(messages: list[tuple[int, list[str]]]) -> None:
     with pair(three()) as two:
         calls, ones = two.calls, torch.ones(2, WIDTH)
-        replies = together(two, UIDS, forward_of(two, {}, keep=True))
+        replies = two.run(forward_together(two, two.calls, UIDS, keep=True))
         two.remote("ffn.1")(ones).sum().backward()  # somebody else's step
         messages.clear()
 
-        def backward(uid: ExpertUid) -> Any:
-            given = GradientPass([ones], [ones], staleness_max=0, together=True)
-            return calls.backward(two.replica, uid, replies[str(uid)], given, timeout_s=10.0)
+        async def backward() -> dict[int, Any]:
+            found: dict[int, Any] = {}
+            given = GradientPass([ones], [ones], staleness_max=0)
+            requests = {}
+            for number, uid in enumerate(map(ExpertUid.parse, UIDS)):
+                schema = network_schema(two, str(uid))
+                requests[number] = BackwardRequest(uid, schema, replies[str(uid)], given)
+            await calls.backward_all(two.replica, requests, found.update, timeout_s=10.0)
+            return found
 
-        found = together(two, UIDS, backward)
+        found = {UIDS[number]: one for number, one in two.run(backward()).items()}
         assert type(found["ffn.1"]) is ExpertStale
         assert all(found[uid].gradients[0].shape == (2, WIDTH) for uid in ("ffn.0", "ffn.2"))
         assert {uid: one.version for uid, one in two.server.statistics().experts.items()} == dict.fromkeys(
@@ -323,28 +335,19 @@ def test_a_part_that_hangs_does_not_keep_the_answers_of_the_others(
     with pair({"ffn.0": expert(optimizer=sgd), "ffn.1": hanging, "ffn.2": expert(optimizer=sgd)}) as two:
         calls = two.calls
 
-        async def scenario() -> tuple[ForwardReply, ForwardReply]:
-            replica, x = two.replica, torch.ones(2, WIDTH)
-            await calls.forward(replica, ExpertUid.parse("ffn.0"), [x], timeout_s=10.0)
-            await calls.schema_of(replica_of(two), ExpertUid.parse("ffn.1"), timeout_s=10.0)
+        async def scenario() -> tuple[Any, Any]:
+            requests, found = {}, dict[int, Any]()
+            for number, uid in enumerate(("ffn.0", "ffn.1")):
+                schema = network_schema(two, uid)
+                requests[number] = ForwardRequest(ExpertUid.parse(uid), schema, [torch.ones(2, WIDTH)])
             messages.clear()
-            async with asyncio.TaskGroup() as tasks:
-                quick, slow = (
-                    tasks.create_task(
-                        calls.forward(
-                            one,
-                            ExpertUid.parse(uid),
-                            [x],
-                            timeout_s=10.0,
-                            options=ForwardOptions(together=True),
-                        )
-                    )
-                    for uid, one in (("ffn.0", replica), ("ffn.1", replica_of(two)))
-                )
-                await asyncio.wait([quick])
-                assert not slow.done()
-                module.open.set()
-            return quick.result(), slow.result()
+            work = calls.forward_all(two.replica, requests, found.update, timeout_s=10.0)
+            asking = asyncio.ensure_future(work)
+            await until(lambda: bool(found))
+            assert list(found) == [0]
+            module.open.set()
+            await asking
+            return found[0], found[1]
 
         quick, slow = two.run(scenario())
         assert torch.allclose(quick.outputs[0], network()(torch.ones(2, WIDTH)), atol=1e-5)
@@ -363,21 +366,11 @@ def test_parts_that_are_given_up_are_not_computed() -> None:
         calls = two.calls
 
         async def give_up() -> None:
-            replica, x = two.replica, torch.ones(2, WIDTH)
-            other = replica_of(two, "ffn.1")
-            await calls.schema_of(other, ExpertUid.parse("ffn.1"), timeout_s=10.0)
-            await calls.schema_of(replica, ExpertUid.parse("ffn.0"), timeout_s=10.0)
-            options = ForwardOptions(together=True)
-            asked = [
-                asyncio.ensure_future(
-                    calls.forward(one, ExpertUid.parse(uid), [x], timeout_s=10.0, options=options)
-                )
-                for uid, one in (("ffn.0", replica), ("ffn.1", other), ("ffn.2", other))
-            ]
+            x, other = torch.ones(2, WIDTH), replica_of(two, "ffn.1")
+            asked = asyncio.ensure_future(forward_together(two, calls, ["ffn.0", "ffn.1", "ffn.2"]))
             await asyncio.get_running_loop().run_in_executor(None, module.entered.wait, 10.0)
             await until(lambda: two.server.statistics().queued == 2)
-            for call in asked:
-                call.cancel()
+            asked.cancel()
             await until(lambda: two.server.statistics().queued == 0)
             module.open.set()
             await calls.forward(other, ExpertUid.parse("ffn.2"), [x], timeout_s=10.0)

@@ -16,7 +16,6 @@ import swarm
 from moe.classes import ExpertSettings
 from moe.classes.transformer import causal_transformer, transformer
 from moe.protocol import methods
-from moe.protocol.calls import ForwardOptions
 from swarm.core.errors import UsageError
 from swarm.wire import expert_pb2
 from swarm.wire.expert_pb2 import ExpertRequest
@@ -143,9 +142,7 @@ def test_a_backward_pass_of_another_length_than_the_kept_inputs_is_refused() -> 
 
         async def ask() -> expert_pb2.ExpertReply:
             inputs = [sequences(5).detach()]
-            reply = await calls.forward(
-                both.replica, UID, inputs, timeout_s=5.0, options=ForwardOptions(keep=True)
-            )
+            reply = await calls.forward(both.replica, UID, inputs, timeout_s=5.0, keep=True)
             assert reply.kept
             size = 3 * 4 * WIDTH * 4
             request = ExpertRequest(

@@ -100,6 +100,11 @@ class HedgedCall(Generic[Replica]):
             self._asked.remove(replica)
 
     @property
+    def has_more(self) -> bool:
+        """Return whether there is a replica that was not asked yet."""
+        return bool(self._left)
+
+    @property
     def over(self) -> bool:
         """Return whether a replica has answered, or none is left."""
         return self.winner is not None or not (self._asked or self._left)

@@ -5,7 +5,7 @@ that answered. Runs on the network loop.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ from moe.client.logic.dispatch import join_places, sum_input_gradients
 from moe.client.logic.gathering import Gathering
 from moe.client.mixture.forward import REASONS_SHOWN, MixtureOutput, offload, select_rows
 from moe.client.mixture.options import MixtureOptions, PassReport
-from moe.client.replicas.calling import ForwardResult, ReplicaCalls
+from moe.client.replicas.calling import ReplicaCalls
 from moe.protocol.calls import BackwardReply, GradientPass
 from moe.protocol.errors import ExpertNotInvited
 from swarm.core.errors import DeadlineExceeded, NotEnoughPeers, SwarmError
@@ -54,46 +54,42 @@ class BackwardPass:
         options, clock = self._options, self._calls.clock
         begun_s = clock.monotonic_s()
         deadline_s = begun_s + options.backward_timeout_s
-        # a backward pass takes longer than a forward pass: `after_k_min_s` is only a lower limit here
-        gather_timeouts = replace(
-            options.gather_timeouts,
-            after_k_min_s=None,
-            wait_s_min=max(options.gather_timeouts.wait_s_min, options.gather_timeouts.after_k_min_s or 0.0),
-        )
-        gathering = Gathering(
-            self._inputs[0].shape[0], options.backward_k_min, gather_timeouts, begun_s, deadline_s
-        )
+        gathering = self._gathering(begun_s, deadline_s)
         branches = self._mixture_output.branches
         found: dict[int, Sequence[torch.Tensor | None]] = {}
         versions_apart: dict[str, int] = {}
         failed: dict[int, SwarmError] = {}
-        running: dict[int, asyncio.Task[None]] = {}
         changed = ChangeEvent()
 
-        def on_outcome(number: int, outcome: BackwardReply | SwarmError) -> None:
-            del running[number]
-            if isinstance(outcome, SwarmError):
-                failed[number] = outcome
-                gathering.failed(number, clock.monotonic_s())
-            else:
+        def on_replies(replies: Mapping[int, BackwardReply | SwarmError]) -> None:
+            now_s = clock.monotonic_s()
+            for number, outcome in replies.items():
+                if isinstance(outcome, SwarmError):
+                    failed[number] = outcome
+                    gathering.failed(number, now_s)
+                    continue
                 found[number] = outcome.gradients
                 forward = branches[number].result
                 if outcome.version != forward.forward_reply.version:
                     versions_apart[str(forward.uid)] = outcome.version - forward.forward_reply.version
-                gathering.answered(number, clock.monotonic_s())
+                gathering.answered(number, now_s)
             changed.notify()
 
+        async def call() -> None:
+            passes = [
+                (branch.result.for_pass(pass_number), GradientPass(*tensors, options.staleness_max))
+                for branch, tensors in zip(branches, await self._select(gradients), strict=True)
+            ]
+            await self._calls.backward_all(passes, on_replies, deadline_s=deadline_s, codecs=options.codecs)
+
         async with asyncio.TaskGroup() as tasks:
-            selected = tasks.create_task(self._select(gradients))
             for number, branch in enumerate(branches):
                 gathering.expect(number, branch.places.rows, begun_s)
-                result = branch.result.for_pass(pass_number)
-                work = self._call(result, selected, number, deadline_s, on_outcome)
-                running[number] = tasks.create_task(work)
+            calling = tasks.create_task(call())
             while not gathering.over(now_s := clock.monotonic_s()):
                 await changed.wait(max(gathering.deadline_s() - now_s, 0.0))
-            for number, task in running.items():
-                task.cancel()
+            calling.cancel()
+            for number in set(range(len(branches))) - found.keys() - failed.keys():
                 failed[number] = DeadlineExceeded("it was too late")
                 self._calls.backward_timed_out(branches[number].result)
         below_k_min = len(gathering.rows_below_k_min)
@@ -111,6 +107,17 @@ class BackwardPass:
             seconds=clock.monotonic_s() - begun_s,
             versions_apart=versions_apart,
         )
+
+    def _gathering(self, begun_s: float, deadline_s: float) -> Gathering:
+        options = self._options
+        # a backward pass takes longer than a forward pass: `after_k_min_s` is only a lower limit here
+        gather_timeouts = replace(
+            options.gather_timeouts,
+            after_k_min_s=None,
+            wait_s_min=max(options.gather_timeouts.wait_s_min, options.gather_timeouts.after_k_min_s or 0.0),
+        )
+        batch = self._inputs[0].shape[0]
+        return Gathering(batch, options.backward_k_min, gather_timeouts, begun_s, deadline_s)
 
     def _raise_lack(self, below_k_min: int, failed: Mapping[str, SwarmError]) -> None:
         """Raise the error for samples without enough gradients, if there are some. Where this peer must not
@@ -145,22 +152,3 @@ class BackwardPass:
 
         size = sum(one.nbytes for one in gradients if one is not None)
         return list(zip(inputs, await offload(self._pool, size, select), strict=True))
-
-    async def _call(
-        self,
-        result: ForwardResult,
-        selected: asyncio.Task[list[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None]]]],
-        number: int,
-        deadline_s: float,
-        on_outcome: Callable[[int, BackwardReply | SwarmError], None],
-    ) -> None:
-        inputs, expert_gradients = (await selected)[number]
-        outcome: BackwardReply | SwarmError
-        try:
-            tensors = GradientPass(inputs, expert_gradients, self._options.staleness_max, together=True)
-            outcome = await self._calls.backward(
-                result, tensors, deadline_s=deadline_s, codecs=self._options.codecs
-            )
-        except SwarmError as error:
-            outcome = error
-        on_outcome(number, outcome)

@@ -12,7 +12,7 @@ best experts, D dimensions of the grid.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -102,7 +102,8 @@ class ForwardPass:
         self._uids: list[ExpertUid] = []
         self._results: dict[int, ForwardResult] = {}
         self._failed: dict[int, SwarmError] = {}
-        self._tasks: dict[int, asyncio.Task[None]] = {}  # by call; of those without an outcome
+        self._pending: set[int] = set()  # calls without an outcome
+        self._tasks: list[asyncio.Task[None]] = []  # that make calls
         self._changed = ChangeEvent()  # there is another outcome
         self._excluded: set[ExpertUid] = set()  # failed or suspected in this pass
         self._replicas: dict[ExpertUid, Sequence[ExpertReplica]] = {}
@@ -137,9 +138,9 @@ class ForwardPass:
                     break
                 until_s = gathering.deadline_s() if retry_at_s is None else min(retry_at_s, self._deadline_s)
                 await self._changed.wait(max(min(until_s, self._suspect_at_s()) - now_s, 0.0))
-            for number, task in self._tasks.items():
+            for task in self._tasks:
                 task.cancel()
-                self._failed[number] = NotEnoughPeers("it was too late")
+            self._failed |= {number: NotEnoughPeers("it was too late") for number in self._pending}
         return await self._result(initially_occupied, empty)
 
     async def _search(self, scores: Sequence[torch.Tensor], k: int) -> Selection:
@@ -195,8 +196,8 @@ class ForwardPass:
         sizes, joined = [len(one.rows) for one in found_places], join_places(found_places)
         joined = Places(rows[joined.rows], joined.columns + width_before)
         selected = tasks.create_task(select_rows(self._pool, self._inputs, joined.rows, sizes))
-        places_by_expert = split_places(joined, sizes)
-        for part, (prefix, batch_places) in enumerate(zip(selection.experts, places_by_expert, strict=True)):
+        places_by_expert, first = split_places(joined, sizes), len(self._uids)
+        for prefix, batch_places in zip(selection.experts, places_by_expert, strict=True):
             uid, number = ExpertUid(self._options.grid.block, prefix), len(self._uids)
             self._uids.append(uid)
             self._places.append(batch_places)
@@ -205,33 +206,34 @@ class ForwardPass:
                 default=0.0,
             )
             self._gathering.expect(number, batch_places.rows, self._calls.clock.monotonic_s(), expected_s)
-            work = self._call(number, selected, part, self._avoided_since_s)
-            self._tasks[number] = tasks.create_task(work)
+            self._pending.add(number)
+        work = self._call(first, selected, self._avoided_since_s)
+        self._tasks.append(tasks.create_task(work))
 
     async def _call(
         self,
-        number: int,
+        first: int,
         selected: asyncio.Task[list[list[torch.Tensor]]],
-        part: int,
         include_avoided_since_s: float | None,
     ) -> None:
-        uid, inputs = self._uids[number], (await selected)[part]
-        call = ForwardCall(
-            uid, self._replicas[uid], inputs, self._keep, include_avoided_since_s, together=True
+        """Make the calls from number `first` on. `selected` returns their inputs."""
+        calls = []
+        for number, inputs in enumerate(await selected, start=first):
+            uid = self._uids[number]
+            calls.append(ForwardCall(uid, self._replicas[uid], inputs, self._keep, include_avoided_since_s))
+
+        def on_results(results: Mapping[int, ForwardResult | SwarmError]) -> None:
+            for part, outcome in results.items():
+                self._on_outcome(first + part, outcome)
+            self._changed.notify()
+
+        await self._calls.forward_all(
+            calls, on_results, deadline_s=self._deadline_s, codecs=self._options.codecs
         )
-        outcome: ForwardResult | SwarmError
-        try:
-            outcome = await self._calls.forward(
-                call, deadline_s=self._deadline_s, codecs=self._options.codecs
-            )
-        except SwarmError as error:
-            outcome = error
-        del self._tasks[number]
-        self._on_outcome(number, outcome)
-        self._changed.notify()
 
     def _on_outcome(self, number: int, outcome: ForwardResult | SwarmError) -> None:
         now_s = self._calls.clock.monotonic_s()
+        self._pending.remove(number)
         if isinstance(outcome, ForwardResult):
             self._results[number] = outcome
             self._gathering.answered(number, now_s)
@@ -294,7 +296,7 @@ class ForwardPass:
             self._retry_at_s = now_s + self._retry_pauses.next_s()
         elif now_s >= self._retry_at_s:
             self._retry_at_s = now_s + self._retry_pauses.next_s()
-            self._excluded.intersection_update(self._uids[number] for number in self._tasks)
+            self._excluded.intersection_update(self._uids[number] for number in self._pending)
             for number in self._failed:
                 places = self._places[number]
                 self._occupied_BS[places.rows, places.columns] = False

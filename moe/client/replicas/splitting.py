@@ -9,21 +9,25 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import sys
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 
 from moe.client.replicas.together import run_together
 from moe.protocol.calls import (
-    DEFAULT_OPTIONS,
     UNCOMPRESSED,
     BackwardReply,
+    BackwardRequest,
     ExpertCalls,
-    ForwardOptions,
     ForwardReply,
+    ForwardRequest,
     GradientPass,
+    OnBackward,
+    OnForward,
     WireCodecs,
 )
 from moe.protocol.declarations import ExpertReplica
@@ -32,7 +36,10 @@ from moe.protocol.methods import PAYLOAD_BYTES_MAX
 from moe.protocol.names import ExpertUid
 from moe.protocol.schema import ExpertSchema, Leaf
 from moe.protocol.tensors import ALIGNMENT
+from swarm.core.errors import SwarmError, UsageError
 from swarm.core.ids import PeerId
+
+ReplyT = TypeVar("ReplyT")
 
 # a server that claims to take one sample at a time must not make a caller send thousands of requests
 PARTS_MAX = 256
@@ -57,114 +64,110 @@ class SplitCalls:
         """Return the schema of an expert, as `ExpertCalls.schema_of` does."""
         return await self._calls.schema_of(replica, uid, timeout_s=timeout_s)
 
-    async def forward(
+    async def forward_all(
         self,
         replica: ExpertReplica,
-        uid: ExpertUid,
-        inputs: Sequence[torch.Tensor],
+        requests: Mapping[int, ForwardRequest],
+        on_replies: OnForward,
         *,
         timeout_s: float,
         codecs: WireCodecs = UNCOMPRESSED,
-        options: ForwardOptions = DEFAULT_OPTIONS,
-    ) -> ForwardReply:
-        """Run a forward pass, as `ExpertCalls.forward` does. Raises ExpertRefused also when the server takes
-        so few samples at a time that the batch would become more than PARTS_MAX requests.
+    ) -> None:
+        """Run forward passes, as `ExpertCalls.forward_all` does. The error is ExpertRefused also when the
+        server takes so few samples at a time that the batch would become more than PARTS_MAX requests.
         """
-        deadline_s = asyncio.get_running_loop().time() + timeout_s
-        schema = await self.schema_of(replica, uid, timeout_s=timeout_s)
-        schema = schema.at(schema.length_of(inputs))
-        samples = len(inputs[0])
-        size = min(self._limits.get(replica.peer_id, samples), _samples_that_fit(schema), samples)
-        for left in range(_LIMITS_LEARNED_MAX, -1, -1):
-            if samples > size * PARTS_MAX:
-                raise ExpertRefused(
-                    f"peer {replica.peer_id} takes {size} samples of {uid} in one request: "
-                    f"{samples} would be more than {PARTS_MAX} requests, so send fewer at a time"
-                )
-            try:
-                if size == samples:
-                    left_s = deadline_s - asyncio.get_running_loop().time()
-                    return await self._calls.forward(
-                        replica, uid, inputs, timeout_s=left_s, codecs=codecs, options=options
-                    )
-                # the server computes one part while the answer to another travels
-                own = replace(options, together=False)
-                call = functools.partial(self._calls.forward, replica, uid, codecs=codecs, options=own)
-                return await self._forward_in_parts(call, inputs, size, deadline_s)
-            except ExpertRefused:
-                left_s = deadline_s - asyncio.get_running_loop().time()
-                limit = await self._learn_limit(replica, uid, left_s)
-                if not left or not 0 < limit < size:
-                    raise
-                size = limit
-        raise AssertionError("the last attempt returns or raises")
+        deadline_s = _now_s() + timeout_s
+        call = functools.partial(self._calls.forward_all, replica, codecs=codecs)
+        async with asyncio.TaskGroup() as tasks:
+
+            def cut(number: int, refusal: ExpertRefused | None) -> None:
+                work = self._forward_in_parts(call, replica, requests[number], refusal, deadline_s)
+                tasks.create_task(_pass_on(work, number, on_replies))
+
+            def take(found: Mapping[int, ForwardReply | SwarmError]) -> None:
+                refused = {number: one for number, one in found.items() if isinstance(one, ExpertRefused)}
+                for number, refusal in refused.items():
+                    cut(number, refusal)
+                if refused:
+                    found = {number: one for number, one in found.items() if number not in refused}
+                if found:
+                    on_replies(found)
+
+            whole = {}
+            for number, one in requests.items():
+                try:
+                    size = self._size(replica, one)
+                except UsageError as error:
+                    on_replies({number: error})
+                    continue
+                if len(one.inputs[0]) <= size:
+                    whole[number] = one
+                else:
+                    cut(number, None)
+            if whole:
+                await call(whole, take, timeout_s=timeout_s)
 
     async def _forward_in_parts(
         self,
-        call: Callable[..., Awaitable[ForwardReply]],
-        inputs: Sequence[torch.Tensor],
-        size: int,
+        call: Callable[..., Awaitable[None]],
+        replica: ExpertReplica,
+        request: ForwardRequest,
+        refusal: ExpertRefused | None,
         deadline_s: float,
     ) -> ForwardReply:
-        """Make a call for each part of at most `size` samples, all until `deadline_s` of the loop's clock."""
+        """Make a call in parts of as many samples as the server takes. `refusal`: it has refused the whole
+        batch. `deadline_s` is a time of the loop's clock.
+        """
+        samples = len(request.inputs[0])
+        size = min(self._size(replica, request), samples)
+        for left in range(_LIMITS_LEARNED_MAX, -1, -1):
+            if refusal is not None:
+                limit = await self._learn_limit(replica, request.uid, deadline_s - _now_s())
+                if not left or not 0 < limit < size:
+                    raise refusal
+                size = limit
+            if samples > size * PARTS_MAX:
+                raise ExpertRefused(
+                    f"peer {replica.peer_id} takes {size} samples of {request.uid} in one request: "
+                    f"{samples} would be more than {PARTS_MAX} requests, so send fewer at a time"
+                )
+            columns = zip(*(torch.split(tensor, size) for tensor in request.inputs), strict=True)
+            # not in one message: the server computes one part while the answer to another travels
+            parts = [_only(call, replace(request, inputs=part), deadline_s) for part in columns]
+            try:
+                return _joined_forward(await run_together(parts, _PARTS_IN_FLIGHT_MAX), size)
+            except ExpertRefused as error:
+                refusal = error
+        raise AssertionError("the last attempt returns or raises")
 
-        async def run(part: Sequence[torch.Tensor]) -> ForwardReply:
-            return await call(part, timeout_s=deadline_s - asyncio.get_running_loop().time())
-
-        columns = zip(*(torch.split(tensor, size) for tensor in inputs), strict=True)
-        parts = await run_together([run(part) for part in columns], _PARTS_IN_FLIGHT_MAX)
-        return _joined_forward(parts, size)
-
-    async def backward(
+    async def backward_all(
         self,
         replica: ExpertReplica,
-        uid: ExpertUid,
-        forward_reply: ForwardReply,
-        tensors: GradientPass,
+        requests: Mapping[int, BackwardRequest],
+        on_replies: OnBackward,
         *,
         timeout_s: float,
         codecs: WireCodecs = UNCOMPRESSED,
-    ) -> BackwardReply:
-        """Run a backward pass, as `ExpertCalls.backward` does, in the parts of the forward pass."""
-        parts = forward_reply.parts
-        if not parts:
-            return await self._calls.backward(
-                replica, uid, forward_reply, tensors, timeout_s=timeout_s, codecs=codecs
-            )
-        deadline_s = asyncio.get_running_loop().time() + timeout_s
-        schema = await self.schema_of(replica, uid, timeout_s=timeout_s)
-        schema = schema.at(schema.length_of(tensors.inputs))
+    ) -> None:
+        """Run backward passes, as `ExpertCalls.backward_all` does, in the parts of the forward passes."""
+        call = functools.partial(self._calls.backward_all, replica, codecs=codecs)
+        in_parts = {number: one for number, one in requests.items() if one.forward_reply.parts}
+        if not in_parts:
+            await call(requests, on_replies, timeout_s=timeout_s)
+            return
+        deadline_s = _now_s() + timeout_s
+        async with asyncio.TaskGroup() as tasks:
+            for number, one in in_parts.items():
+                work = _backward_in_parts(call, one, deadline_s)
+                tasks.create_task(_pass_on(work, number, on_replies))
+            whole = {number: one for number, one in requests.items() if number not in in_parts}
+            if whole:
+                await call(whole, on_replies, timeout_s=timeout_s)
 
-        async def run(part: ForwardReply, tensors: GradientPass) -> BackwardReply:
-            left_s = deadline_s - asyncio.get_running_loop().time()
-            return await self._calls.backward(replica, uid, part, tensors, timeout_s=left_s, codecs=codecs)
-
-        size = forward_reply.part_samples
-        inputs = [torch.split(tensor, size) for tensor in tensors.inputs]
-        gradients = [
-            (None,) * len(parts) if one is None else torch.split(one, size) for one in tensors.gradients
-        ]
-        passes = [
-            GradientPass(
-                [column[number] for column in inputs],
-                [column[number] for column in gradients],
-                tensors.staleness_max,
-            )
-            for number in range(len(parts))
-        ]
-        replies = await run_together(
-            [run(part, one) for part, one in zip(parts, passes, strict=True)], _PARTS_IN_FLIGHT_MAX
-        )
-        sizes = [len(one.inputs[0]) for one in passes]
-        by_input = zip(*(reply.gradients for reply in replies), strict=True)
-        return BackwardReply(
-            gradients=[
-                _joined_gradient(leaf, found, sizes)
-                for leaf, found in zip(schema.input_gradient_leaves, by_input, strict=True)
-            ],
-            version=min(reply.version for reply in replies),
-            wait_s=replies[-1].wait_s,
-        )
+    def _size(self, replica: ExpertReplica, request: ForwardRequest) -> int:
+        """Return how many samples one request may have, as far as that is known."""
+        schema = request.schema.at(request.schema.length_of(request.inputs))
+        return min(self._limits.get(replica.peer_id, sys.maxsize), _samples_that_fit(schema))
 
     async def _learn_limit(self, replica: ExpertReplica, uid: ExpertUid, timeout_s: float) -> int:
         """Ask a server how many samples a request may have, and remember it. Return 0 when it does not
@@ -178,6 +181,68 @@ class SplitCalls:
             if len(self._limits) > _PEERS_MAX:
                 self._limits.popitem(last=False)
         return limit
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def _pass_on(
+    work: Coroutine[Any, Any, ReplyT],
+    number: int,
+    on_replies: Callable[[Mapping[int, ReplyT | SwarmError]], None],
+) -> None:
+    """Call `on_replies` with the result of `work`, or its error."""
+    try:
+        found: ReplyT | SwarmError = await work
+    except SwarmError as error:
+        found = error
+    on_replies({number: found})
+
+
+async def _only(
+    call: Callable[..., Awaitable[None]], request: ForwardRequest | BackwardRequest, deadline_s: float
+) -> Any:
+    """Return the reply to a request in a message of its own, or raise its error."""
+    found: dict[int, Any] = {}
+    await call({0: request}, found.update, timeout_s=deadline_s - _now_s())
+    if isinstance(found[0], SwarmError):
+        raise found[0]
+    return found[0]
+
+
+async def _backward_in_parts(
+    call: Callable[..., Awaitable[None]], request: BackwardRequest, deadline_s: float
+) -> BackwardReply:
+    """Run a backward pass in the parts of its forward pass."""
+    tensors, forward = request.tensors, request.forward_reply
+    schema = request.schema.at(request.schema.length_of(tensors.inputs))
+    parts, size = forward.parts, forward.part_samples
+    inputs = [torch.split(tensor, size) for tensor in tensors.inputs]
+    gradients = [(None,) * len(parts) if one is None else torch.split(one, size) for one in tensors.gradients]
+    passes = [
+        GradientPass(
+            [column[number] for column in inputs],
+            [column[number] for column in gradients],
+            tensors.staleness_max,
+        )
+        for number in range(len(parts))
+    ]
+    work = [
+        _only(call, BackwardRequest(request.uid, request.schema, part, one), deadline_s)
+        for part, one in zip(parts, passes, strict=True)
+    ]
+    replies: list[BackwardReply] = await run_together(work, _PARTS_IN_FLIGHT_MAX)
+    sizes = [len(one.inputs[0]) for one in passes]
+    by_input = zip(*(reply.gradients for reply in replies), strict=True)
+    return BackwardReply(
+        gradients=[
+            _joined_gradient(leaf, found, sizes)
+            for leaf, found in zip(schema.input_gradient_leaves, by_input, strict=True)
+        ],
+        version=min(reply.version for reply in replies),
+        wait_s=replies[-1].wait_s,
+    )
 
 
 def _samples_that_fit(schema: ExpertSchema) -> int:
