@@ -106,7 +106,7 @@ class RunHistory:
             return self._lineage.has_begun
 
     def electors(self) -> list[PeerId]:
-        """Return the electors of the head that this peer has or should follow, but none of another history."""
+        """Return the electors of the head that this peer has or should follow, without those at others."""
         with self._lock:
             elsewhere = self._heads.elsewhere(self._lineage.knows, (self._left or self._lineage).knows)
             return [peer for peer in (self._ahead or self._lineage).electors if peer not in elsewhere]
