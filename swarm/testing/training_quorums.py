@@ -110,8 +110,8 @@ class Quorums:
 
     def _continues(self, head: bytes, ahead: bytes) -> bool:
         """Return whether a history continues this head, first with a certificate without a break."""
-        between = self._ledger.between(head, ahead)
-        return bool(between) and not between[-1].proposal.is_break
+        between = self._ledger.between(head, ahead) or ()
+        return any(one.proposal.head == head and not one.proposal.is_break for one in between)
 
     def _check_breaks(self, live: Collection[TrainingPeer], now_s: float) -> None:
         for certificate in self._ledger.new_breaks:
