@@ -38,6 +38,7 @@ class FoundReplica:
     batch_size_max: int  # samples of one request; 0 when the server did not say
     wait_s: float  # how long a request would wait now
     samples_per_s: float  # recent throughput of the server while it computes; 0: unknown
+    busy: float  # fraction of the last half minute in which the server computed, as it declared
     failure: str = ""  # why the server did not say
 
 
@@ -132,6 +133,7 @@ def _found(
             batch_size_max=0,
             wait_s=replica.load.wait_s,
             samples_per_s=replica.load.samples_per_s,
+            busy=replica.load.busy,
             failure=failure or f"peer {replica.peer_id} does not host {uid} any more",
         )
     return FoundReplica(
@@ -142,4 +144,5 @@ def _found(
         batch_size_max=described.batch_size_max,
         wait_s=described.load.wait_s,
         samples_per_s=described.load.samples_per_s,
+        busy=replica.load.busy,
     )

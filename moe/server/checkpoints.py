@@ -63,8 +63,8 @@ class ExpertCheckpoints:
 
     def load(self) -> list[ExpertUid]:
         """Restore every expert from its newest checkpoint that is not damaged, and return their names.
-        Damaged ones are logged as errors. Raises UsageError when a checkpoint is of an expert with another
-        schema.
+        Damaged ones are logged as errors. Of an expert with another optimizer, or none, the statistics are
+        left out. Raises UsageError when a checkpoint is of another expert.
         """
         return [uid for uid, expert in self._experts.items() if self._load(uid, expert)]
 
@@ -107,7 +107,7 @@ class ExpertCheckpoints:
                         f"the checkpoint {path} does not fit {uid}: it is of an expert with another schema"
                     )
                 with expert.lock:
-                    expert.load_state(checkpoint.blob, lineage)
+                    _restore(uid, expert, checkpoint, lineage)
                     expert.samples = samples
             except PeerError as error:
                 _log.error("a checkpoint of %s is left out: %s", uid, error)
@@ -115,6 +115,27 @@ class ExpertCheckpoints:
             self._saved[uid] = (lineage.version, samples)
             return True
         return False
+
+
+def _restore(uid: ExpertUid, expert: Expert, checkpoint: Checkpoint, lineage: ExpertLineage) -> None:
+    """Load a checkpoint into an expert. Raises PeerError when it has NaN or infinity, and UsageError when it
+    does not fit: an expert with its initial parameters would soon replace all its checkpoints.
+    """
+    if not all(is_finite(tensor) for tensor in checkpoint.tensors.values()):
+        raise PeerError(f"{checkpoint.path} contains NaN or infinity")
+    try:
+        expert.load_state(checkpoint.blob, lineage)
+        return
+    except PeerError as error:
+        problem = error
+    try:
+        expert.load_state(checkpoint.blob, lineage, parameters_only=True)
+    except PeerError:
+        raise UsageError(
+            f"the checkpoint {checkpoint.path} does not fit {uid}: {problem}. Serve it with the options that "
+            "it was written with, or choose another folder"
+        ) from problem
+    _log.warning("%s continues without the statistics in its checkpoint: its optimizer is another one", uid)
 
 
 def _keep_older(path: Path) -> None:

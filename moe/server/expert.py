@@ -389,13 +389,13 @@ class Expert:
         with using(self.device):
             return self._learner.module_state(self.module)
 
-    def load_state(self, blob: Blob, lineage: ExpertLineage) -> None:
-        """Replace everything by a state of such an expert, from a checkpoint or a replica. The lock must be
-        held. Raises PeerError, with nothing changed, when the state does not fit: names, shapes and dtypes
-        are those of this expert, numbers are finite. Hyperparameters are not taken over.
-        """
+    def load_state(self, blob: Blob, lineage: ExpertLineage, *, parameters_only: bool = False) -> None:
+        """Replace everything by a state of such an expert; `parameters_only`: without the statistics of its
+        optimizer. The lock must be held. Raises PeerError, with nothing changed, when names, shapes or dtypes
+        are not those of this expert, or numbers are not finite."""
+        load = self._learner.load_parameters if parameters_only else self._learner.load
         with using(self.device):
-            self._learner.load(blob)
+            load(blob)
         self._gathered = self._carried = 0
         self._continue(lineage)
 

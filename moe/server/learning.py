@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import torch
 
 from averaging.optim.finite import all_finite
-from averaging.optim.state.snapshot import DTYPE_NAMES, Blob, encode_snapshot
+from averaging.optim.state.snapshot import DTYPE_NAMES, Blob, encode_snapshot, read_header, read_tensors
 from averaging.optim.state.training_state import TrainingState
 from averaging.optim.state.view import StateView
 from swarm.core.device import is_device_failure, is_out_of_memory
@@ -240,6 +240,21 @@ class ExpertLearner:
         self._state.load(blob)
         self._gathered = {}
         self._round()
+
+    def load_parameters(self, blob: Blob) -> None:
+        """Replace parameters and buffers by those of a state of another optimizer, whose statistics are left
+        out. Raises PeerError as `load` does.
+        """
+        header, start = read_header(blob)
+        own, named = self._state.parameters, list[tuple[str, torch.Tensor]]()
+        for name, tensor in read_tensors(blob, header, start).items():
+            kind, _, number = name.partition(".")
+            if kind == "s":
+                continue
+            if kind == "p" and number.isdecimal() and int(number) < len(own):
+                tensor = tensor.to(own[int(number)].dtype)  # a frozen expert has no master weights
+            named.append((name, tensor))
+        self.load(encode_snapshot(header["epoch"], {**header, "state": {}}, named))
 
     def _check_gradients(self) -> None:
         """Clip the gradients of the masters. Raises StepRefused when they are not finite."""

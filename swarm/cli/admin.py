@@ -29,10 +29,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunAddress:
-    """A run and the peers through which it can be reached."""
+    """A run and the peers through which it can be reached. `identity`: the file of the identity that does it;
+    None: a new one, or the one that is kept for an invite among the addresses.
+    """
 
     run: str
     addresses: tuple[str, ...]
+    identity: str | None = None
 
 
 @click.command(context_settings=options.CONTEXT)
@@ -71,7 +74,7 @@ def resume(run: str | None, as_json: bool) -> int:
 
 def _set_paused(run: str | None, *, paused: bool, free: bool = False, as_json: bool) -> int:
     control = Control(control_folder())
-    found = [one for one in control.running() if one.matches(run)]
+    found = [one for one in control.running() if one.trains and one.matches(run)]
     if not found:
         who = f"no volunteer of {run!r}" if run else "nothing"
         raise SwarmError(f"{who} trains on this machine, or it was started with another SWARM_HOME")
@@ -211,7 +214,7 @@ def temporary_node(
 
     if owner is None:
         entries = run_addresses(where.run, where.addresses)
-        own = open_entry_identity(None, entries)
+        own = open_entry_identity(where.identity, entries)
     else:
         own = Identity.generate()
         entries = owners_entries(where.run, where.addresses, owner, own.peer_id, handover)

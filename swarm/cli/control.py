@@ -2,7 +2,8 @@
 
 They use files in a folder, which works on every system.
 
-A command that trains writes `<process id>.json` while it runs, with its run and the addresses of its node.
+A command that trains a run, or hosts experts of a grid, writes `<process id>.json` while it runs, with the
+run or grid and the addresses of its node.
 `swarm pause` creates `<process id>.pause` beside it, which the trainer checks twice a second, and
 `swarm resume` deletes it. The file contains "free" if the memory shall be freed at once.
 """
@@ -24,7 +25,7 @@ _AGE_SLACK_S = 2.0  # tolerance of start times, because the clock may be adjuste
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """A command that trains on this machine."""
+    """A command that takes part in a run, or hosts experts, on this machine."""
 
     pid: int
     started_s: float  # Unix time; distinguishes the process from a later one with the same id
@@ -32,6 +33,7 @@ class Running:
     run_id: str
     peer_id: str
     addresses: Sequence[str]
+    trains: bool = True  # False: it hosts experts, and cannot be paused
 
     def matches(self, wanted: str | None) -> bool:
         """Return whether `wanted` means this command.
@@ -59,9 +61,11 @@ class Control:
         self._folder = folder
 
     @contextlib.contextmanager
-    def announced(self, name: str, run_id: str, peer_id: str, addresses: Sequence[str]) -> Iterator[None]:
+    def announced(
+        self, name: str, run_id: str, peer_id: str, addresses: Sequence[str], *, trains: bool = True
+    ) -> Iterator[None]:
         """Announce this process while the context lasts. If the folder cannot be written to, the process
-        cannot be paused, but it trains.
+        cannot be paused or found by other commands, but it works.
         """
         import psutil
 
@@ -73,6 +77,7 @@ class Control:
             run_id=run_id,
             peer_id=peer_id,
             addresses=list(addresses),
+            trains=trains,
         )
         with contextlib.suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -95,7 +100,7 @@ class Control:
             return ""
 
     def running(self) -> list[Running]:
-        """Return the commands that train now, and delete the files of dead ones."""
+        """Return the commands that run now, and delete the files of dead ones."""
         found = []
         for file in sorted(self._folder.glob("*.json")):
             one = _read(file)
@@ -107,7 +112,7 @@ class Control:
 
     def processes(self) -> list[int]:
         """Return the ids of the processes that train now."""
-        return [one.pid for one in self.running()]
+        return [one.pid for one in self.running() if one.trains]
 
     def set_paused(self, one: Running, paused: bool, *, free: bool = False) -> None:
         """Ask a command to pause, and to free its memory at once, or to continue. Raise SwarmError if the
@@ -144,7 +149,10 @@ def _read(file: Path) -> Running | None:
         isinstance(text, str) for text in [*texts, *one.addresses]
     ):
         return None
-    return one if type(one.pid) is int and isinstance(one.started_s, int | float) else None
+    is_valid = (
+        type(one.pid) is int and isinstance(one.started_s, int | float) and isinstance(one.trains, bool)
+    )
+    return one if is_valid else None
 
 
 def _alive(one: Running) -> bool:

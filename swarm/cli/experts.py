@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import asdict
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -40,7 +41,9 @@ def experts(addresses: tuple[str, ...], pattern: str, timeout_s: float, as_json:
     """List the experts of the swarm at ADDRESS: replicas, versions, load.
 
     The version of an expert counts its optimizer steps and its averages with replicas. The wait is how long
-    a request would wait at the least busy server now. With --json, every replica is listed.
+    a request would wait at the server with the shortest queue now. Busy is the fraction of the time in which
+    the expert's servers compute, on average; from 70 % on it gets further servers. With --json, every replica
+    is listed.
 
     \b
     Examples:
@@ -83,14 +86,16 @@ def _table(found: Sequence[FoundExpert], pattern: str) -> str:
     if not found:
         return "no expert exists" + ("" if pattern == "*" else f" that {pattern} stands for")
     width = max(len("expert"), *(len(expert.name) for expert in found))
-    lines = [f"{'expert':<{width}}  replicas   version     wait  takes and returns"]
+    lines = [f"{'expert':<{width}}  replicas   version     wait   busy  takes and returns"]
     for expert in found:
         answered = [one for one in expert.replicas if not one.failure]
         schema = next((one.schema for one in answered), "no server of it answers")
         wait = f"{min(one.wait_s for one in answered):.2f} s" if answered else "-"
+        busy = f"{100 * fmean(one.busy for one in answered):.0f} %" if answered else "-"
         frozen = " (frozen)" if answered and all(one.frozen for one in answered) else ""
         version = "-" if expert.version is None else f"{expert.version:,}"
-        lines.append(f"{expert.name:<{width}}  {len(answered):>8}  {version:>8}  {wait:>7}  {schema}{frozen}")
+        numbers = f"{len(answered):>8}  {version:>8}  {wait:>7}  {busy:>5}"
+        lines.append(f"{expert.name:<{width}}  {numbers}  {schema}{frozen}")
     failures = {one.peer_id: one.failure for expert in found for one in expert.replicas if one.failure}
     if failures:
         lines.append(f"servers that did not answer: {len(failures)}")

@@ -66,14 +66,15 @@ def export(**given: Any) -> int:
     The task causal-lm writes a folder: a PEFT adapter, or a model for from_pretrained.
 
     For a grid of experts, grid.NAME, the parameters of all experts are downloaded from their servers, as
-    EXPERT.TENSOR. If an expert has three or more replicas, three of them are compared. With --checkpoint the
-    command writes the whole state, from which other servers can continue.
+    EXPERT.TENSOR; --from is not needed where this machine has hosted it. If an expert has three or more
+    replicas, three of them are compared. With --checkpoint the command writes the whole state, from which
+    other servers can continue.
 
     \b
     Examples:
       swarm export bytelm -o bytelm.safetensors
       swarm export bytelm -o bytelm.safetensors --from /ip4/203.0.113.7/tcp/4000/tls/http/p2p/12D3KooW...
-      swarm export grid.ffn -o ffn.safetensors --from ADDRESS
+      swarm export grid.ffn -o ffn.safetensors
       swarm export grid.ffn --checkpoint ~/ffn --from ADDRESS
     """
     return _export(_Choices(**given))
@@ -96,8 +97,7 @@ class _Choices:
         """Return the file for a run's model. Raise UsageError if an option is for grids only."""
         if self.output is None or self.checkpoint is not None or self.module is not None:
             raise UsageError(
-                "a run's model is written with --output FILE only; for a grid, whose experts are at its "
-                "servers, pass the address of one with --from"
+                "a run's model is written with --output FILE only: --checkpoint and --module are for grids"
             )
         return user_path(self.output)
 
@@ -107,13 +107,16 @@ def _export(choices: _Choices) -> int:
         raise UsageError(
             "no place to write to was given: pass --output FILE or, for a grid, --checkpoint DIR"
         )
-    if not choices.addresses:
-        path = choices.output_of_run
-        _export_run(*_newest_on_disk(choices.run), path, choices)
-        return 0
     where = RunAddress(run=choices.run, addresses=choices.addresses)
+    if not choices.addresses:
+        signed = stored_run(choices.run)
+        if not signed.is_grid:
+            path = choices.output_of_run
+            _export_run(signed, _newest_on_disk(signed), path, choices)
+            return 0
+        where = _remembered(signed)
     with temporary_node(where) as (node, directory):
-        signed = find_run(node, directory, choices.run)
+        signed = find_run(node, directory, where.run)
         if signed.is_grid:
             _export_grid(node, signed, choices)
             return 0
@@ -177,14 +180,24 @@ def _counted(update: Update) -> Progress:
     return lambda done, total, name: update(done, total)
 
 
-def _newest_on_disk(run: str) -> tuple[SignedSpecification, Checkpoint]:
-    """Return the specification and newest checkpoint of a run on this machine."""
+def _remembered(signed: SignedSpecification) -> RunAddress:
+    """Return how to reach a grid that this machine has hosted or called: its experts are at its servers.
+    Raise UsageError if that needs an address or an invite.
+    """
+    from swarm.cli.finding import remembered_entry
+
+    try:
+        entry = remembered_entry(signed.full_name, None, None, role="observe")
+    except UsageError as error:
+        raise UsageError(f"{error}. Here it is passed with --from") from error
+    return RunAddress(run=signed.run_id, addresses=entry.bootstrap, identity=entry.identity)
+
+
+def _newest_on_disk(signed: SignedSpecification) -> Checkpoint:
+    """Return the newest checkpoint of a run on this machine."""
     from swarm.run.exporting import newest_checkpoint
 
-    signed = stored_run(run)
-    if signed.is_grid:
-        raise UsageError("the experts of a grid are at its servers: pass the address of one with --from")
-    return signed, newest_checkpoint(checkpoints_folder() / signed.run_id, signed.full_name)
+    return newest_checkpoint(checkpoints_folder() / signed.run_id, signed.full_name)
 
 
 def _download(node: Node, directory: RunDirectory, signed: SignedSpecification, folder: Path) -> Checkpoint:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from swarm.cli import options
+from swarm.cli.control import Control
 from swarm.cli.invite import starting_invite
-from swarm.cli.paths import specifications_folder
+from swarm.cli.paths import control_folder, specifications_folder
 from swarm.cli.render import Output, make_output
 from swarm.cli.render.serve import ExpertLoad, Served, ServePresentation, ServerLoadShown
 from swarm.cli.serve_choices import ServeChoices
@@ -247,7 +248,10 @@ def _serve(choices: ServeChoices) -> int:
                 keep_present_objects()
                 if node.dht.clock_problem:
                     output.emit(Notice(text=node.dht.clock_problem))
-                _Hosting(choices, signed, node, shutdown, output).run(created)
+                with Control(control_folder()).announced(
+                    signed.name, signed.run_id, str(node.peer_id), node.addresses, trains=False
+                ):
+                    _Hosting(choices, signed, node, shutdown, output).run(created)
         finally:
             own.close()
     return 0

@@ -123,7 +123,7 @@ class ServeChoices:
             names = ", ".join(sorted(f"--{name.removeprefix('is_').replace('_', '-')}" for name in replaced))
             raise UsageError(f"{self.file} defines the experts already: leave {names} out")
         if self.open_training and self.is_open:
-            raise UsageError("--open lets anybody train without bounds: choose it or --open-training")
+            raise UsageError("--open lets anybody train already: choose it or --open-training")
         if self.training_steps is not None and self.training_steps <= self.warmup_steps:
             raise UsageError(
                 "--training-steps are counted from the start, so they must exceed --warmup-steps"

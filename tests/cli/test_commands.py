@@ -152,7 +152,13 @@ def error_text(capsys: pytest.CaptureFixture[str]) -> str:
         (["serve", "--experts", "ffn.0", "--open", "--open-training"], "choose it or --open-training"),
         (["serve", "--experts", "ffn"], "'ffn' has no dimensions: a grid reads like ffn.[0:4].[0:4]"),
         (["serve", "--experts", "ffn.[4:2]"], "is empty"),
-        (["serve", "--experts", "a.0", "--experts", "b.0", "--num-experts", "1"], "give --experts once"),
+        (
+            [
+                *("serve", "--experts", "a.0", "--experts", "b.0"),
+                *("--num-experts", "3", "--listen", "127.0.0.1:0"),
+            ],
+            "a.0, b.0 has 2 experts, and 3 are asked for: choose fewer",
+        ),
         (
             ["serve", "--experts", "ffn.0", "--warmup-steps", "9", "--training-steps", "9"],
             "they must exceed --warmup-steps",

@@ -62,3 +62,16 @@ def test_pause_fails_when_nothing_trains_and_works_when_something_does(
         assert main(["change", "tiny", "--pause"]) == 2, "an identity is needed, and there is none"
     assert main(["export", "tiny", "-o", str(tmp_path / "x")]) == 1
     assert "took part in no run yet" in capsys.readouterr().err
+
+
+def test_a_server_of_experts_is_found_and_cannot_be_paused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SWARM_HOME", str(tmp_path))
+    control = Control(tmp_path / "live")
+    with control.announced("grid.ffn", "a" * 20, "12D3KooWx", ["/ip4/127.0.0.1/tcp/1"], trains=False):
+        [one] = control.running()
+        assert one.matches("grid.ffn")
+        assert not control.processes()
+        assert main(["pause"]) == 1
+        assert "nothing trains on this machine" in capsys.readouterr().err

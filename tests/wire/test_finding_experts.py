@@ -10,6 +10,7 @@ import torch
 from click.testing import CliRunner
 
 import swarm
+from moe.server.logic.placement import BusyMeter
 from swarm.cli.commands import swarm as command
 from swarm.core.errors import UsageError
 from tests.wire.expert_pair import Pair, expert, pair, sgd
@@ -22,7 +23,10 @@ def two() -> Iterator[Pair]:
         yield one
 
 
-def test_experts_are_found_with_versions_replicas_and_limits(two: Pair) -> None:
+def test_experts_are_found_with_versions_replicas_and_limits(
+    two: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BusyMeter, "fraction", lambda self, busy_s, now_s: 0.75)
     two.remote("ffn.0.1")(torch.ones(2, 16)).sum().backward()
     with (
         swarm.Node(bootstrap=two.host.addresses, listen="127.0.0.1:0") as other,
@@ -37,6 +41,7 @@ def test_experts_are_found_with_versions_replicas_and_limits(two: Pair) -> None:
             (two.host.peer_id, 128),
             (other.peer_id, 64),
         }
+        assert {one.peer_id: one.busy for one in shared.replicas}[other.peer_id] == 0.75
         assert learned.replicas[0].schema == "(float32(batch, 16)) -> float32(batch, 16)"
         assert not learned.replicas[0].frozen
         assert all(one.frozen for one in shared.replicas)
@@ -78,7 +83,7 @@ def test_the_command_lists_experts_as_a_table_and_as_json(two: Pair) -> None:
     table = CliRunner().invoke(command, ["experts", address])
     assert table.exit_code == 0, table.output
     lines = [line.split() for line in table.output.splitlines()]
-    assert lines[0][:4] == ["expert", "replicas", "version", "wait"]
+    assert lines[0][:5] == ["expert", "replicas", "version", "wait", "busy"]
     assert [line[:3] for line in lines[1:]] == [
         ["ffn.0.1", "1", "0"],
         ["ffn.1.0", "1", "0"],
@@ -88,6 +93,7 @@ def test_the_command_lists_experts_as_a_table_and_as_json(two: Pair) -> None:
     experts = json.loads(found.output)["experts"]
     assert [one["name"] for one in experts] == ["ffn.0.1", "ffn.1.0"]
     assert experts[0]["replicas"][0]["batch_size_max"] == 128
+    assert 0.0 <= experts[0]["replicas"][0]["busy"] <= 1.0
     assert experts[0]["replicas"][0]["peer_id"] == str(two.host.peer_id)
     nothing = CliRunner().invoke(command, ["experts", address, "--experts", "none.*"])
     assert nothing.output == "no expert exists that none.* stands for\n"
