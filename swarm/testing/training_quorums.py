@@ -1,5 +1,5 @@
-"""What the simulator knows of the quorums of a training, and two promises about them: nobody continues with a
-break before the grace is over, and a quorum that is connected and may vote does not pause.
+"""Checks of the quorums of a simulated training: nobody continues with a break before the grace is over, and
+a quorum that is connected and may vote does not pause.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HEADS_MAX = 16  # latest heads of a peer whose times are known
 
 @dataclass(slots=True)
 class _AtHead:
-    """What is known of a peer's time at one head."""
+    """The times of a peer at one head."""
 
     since_s: float  # when it was seen there first
     quorum_since_s: float | None = None  # since when it has been able to reach a quorum; None: it is not
