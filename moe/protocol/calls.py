@@ -48,7 +48,7 @@ from moe.protocol.passes import (
 )
 from moe.protocol.passes import check_staleness_max as check_staleness_max
 from moe.protocol.schema import ExpertSchema
-from moe.protocol.tensors import is_finite
+from moe.protocol.tensors import is_finite_as_float32
 from swarm.compression import Buffer
 from swarm.core.errors import DeadlineExceeded, PeerError, SwarmError, UsageError
 from swarm.core.ids import PeerId
@@ -421,7 +421,7 @@ def _each(answers: MessageAnswers) -> Iterator[tuple[int, ExpertReply, Buffer | 
         for number, reply in zip(answers.numbers, answers.replies, strict=True):
             yield number, reply, payload, False
         return
-    are_finite = payload.numel() % 4 == 0 and is_finite(payload.view(torch.float32))
+    are_finite = is_finite_as_float32(payload)
     payloads = cut(payload, [announced_bytes(reply.tensors) for reply in answers.replies])
     for number, reply, own in zip(answers.numbers, answers.replies, payloads, strict=True):
         yield number, reply, own, are_finite

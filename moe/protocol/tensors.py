@@ -262,6 +262,11 @@ def is_finite(tensor: torch.Tensor) -> bool:
     return check.is_finite(flat_bytes(tensor))
 
 
+def is_finite_as_float32(raw: torch.Tensor) -> bool:
+    """Return whether flat uint8, looked at as float32, has no NaN and no infinity."""
+    return raw.numel() % 4 == 0 and is_finite(raw.view(torch.float32))
+
+
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a tensor of any device, flat uint8; a copy where its elements do not lie one after
     the other.

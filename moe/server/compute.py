@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -63,6 +63,13 @@ class _Batch:
     has_stepped: bool = False  # computing one of its jobs again would use its gradients twice
 
 
+def _queued(job: Job) -> QueuedRequest:
+    kept = job.keep and job.expert.keeps_activations
+    # a request that keeps activations is a batch of its own
+    kind: object = (*job.kind, job.number) if kept else job.kind
+    return QueuedRequest(job.number, kind, job.caller, job.batch, job.size_bytes, job.cost, job.is_stranger)
+
+
 class ComputeThread:
     """Computes the requests for the experts of one device.
 
@@ -101,27 +108,23 @@ class ComputeThread:
         self.counts: dict[str, Counts] = {}
         self._threads = self._start()
 
-    def offer(self, job: Job, *, wake: bool = True) -> str:
-        """Queue a job. Return the reason when there is no room, else "". Any thread may call it. Without
-        `wake` it may not begin before `wake` is called: the computing thread and one that queues many jobs
-        would otherwise take turns at Python's lock.
+    def offer(self, jobs: Sequence[Job], *, wake: bool = True) -> list[str]:
+        """Queue jobs. Return for each the reason when there is no room, else "". Any thread may call it.
+        Without `wake` they may not begin before `wake` is called: the computing thread and one that queues
+        many jobs would otherwise take turns at Python's lock.
         """
-        kept = job.keep and job.expert.keeps_activations
-        # a request that keeps activations is a batch of its own
-        kind: object = (*job.kind, job.number) if kept else job.kind
-        queued = QueuedRequest(
-            job.number, kind, job.caller, job.batch, job.size_bytes, job.cost, job.is_stranger
-        )
+        queued = [_queued(job) for job in jobs]
         with self._lock:
-            refusal = (
-                self._batcher.offer(queued, time.monotonic()) if not self._stopping else self._why_stopping()
+            if self._stopping:
+                return [self._why_stopping()] * len(jobs)
+            now_s = time.monotonic()
+            refusals = [self._batcher.offer(one, now_s) for one in queued]
+            self._jobs.update(
+                (job.number, job) for job, refusal in zip(jobs, refusals, strict=True) if not refusal
             )
-            if refusal:
-                return refusal
-            self._jobs[job.number] = job
         if wake:
             self.wake()
-        return ""
+        return refusals
 
     def wake(self) -> None:
         """Begin with the jobs that were queued."""

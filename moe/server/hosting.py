@@ -19,7 +19,14 @@ from google.protobuf.message import DecodeError
 from moe.protocol import methods
 from moe.protocol.names import ExpertUid
 from moe.protocol.parts import PARTS_BYTES_MAX, announced_bytes, cut, parts_of
-from moe.protocol.tensors import TensorPayload, check_headers, expected_bytes, join_payloads, payload_bytes
+from moe.protocol.tensors import (
+    TensorPayload,
+    check_headers,
+    expected_bytes,
+    is_finite_as_float32,
+    join_payloads,
+    payload_bytes,
+)
 from moe.server.jobs import Outcome
 from moe.server.joint_steps import JointExpert, read_count, wire_count
 from moe.server.pass_runner import PassRunner, outcome_of
@@ -182,7 +189,7 @@ class HostingService:
 
     def _whole_reply(self, admitted: AdmittedRequest, outcome: Outcome) -> ExpertReply:
         """Return the reply to a call, with its tensors."""
-        reply = self._reply(admitted, outcome)
+        reply = self._reply(admitted, outcome, admitted.hosted.compute.wait_s)
         reply.payload = join_payloads(outcome.payloads)
         return reply
 
@@ -204,7 +211,7 @@ class HostingService:
         except RequestRefused as refusal:
             await stream.send(self._refusal(request, refusal).SerializeToString())
             return
-        reply = self._reply(admitted, outcome)
+        reply = self._reply(admitted, outcome, admitted.hosted.compute.wait_s)
         reply.payload_bytes = payload_bytes(outcome.payloads)
         await stream.send(reply.SerializeToString())
         await methods.send_payload(stream, outcome.payloads)
@@ -217,9 +224,12 @@ class HostingService:
 
         async def answer(outcomes: Mapping[int, Outcome | RequestRefused]) -> None:
             replies, payloads = list[ExpertReply](), list[TensorPayload]()
+            threads = {admitted[number].hosted.compute for number in outcomes if number in admitted}
+            waits_s = {compute: compute.wait_s for compute in threads}
             for number, outcome in outcomes.items():
                 if isinstance(outcome, Outcome):
-                    reply = self._reply(admitted[number], outcome)
+                    wait_s = waits_s[admitted[number].hosted.compute]
+                    reply = self._reply(admitted[number], outcome, wait_s)
                     payloads += outcome.payloads
                 else:
                     reply = self._refusal(requests[number], outcome)
@@ -256,7 +266,10 @@ class HostingService:
         if admitted:
             payloads = cut(payload, sizes)
             await self.runner.run_together(
-                admitted, {number: payloads[number] for number in admitted}, answer
+                admitted,
+                {number: payloads[number] for number in admitted},
+                answer,
+                is_finite=is_finite_as_float32(payload),
             )
 
     async def _receive(
@@ -367,6 +380,8 @@ class HostingService:
 
     def _receiving_refusal(self, caller: PeerId, size_bytes: int) -> str:
         """Return why no payload of that size can be received now; "" when it can."""
+        if not self._receiving and size_bytes <= _RECEIVING_BYTES_PER_CALLER_MAX:
+            return ""
         total, own = self._receiving.total(), self._receiving.get(caller, 0)
         is_member = self._node.standing.is_member
         # strangers together get half
@@ -378,9 +393,9 @@ class HostingService:
             return f"{total >> 20} MiB are being received already, {own >> 20} of them from you"
         return ""
 
-    def _reply(self, admitted: AdmittedRequest, outcome: Outcome) -> ExpertReply:
+    def _reply(self, admitted: AdmittedRequest, outcome: Outcome, wait_s: float) -> ExpertReply:
         request = admitted.request
-        reply = ExpertReply(version=outcome.version, wait_s=admitted.hosted.compute.wait_s)
+        reply = ExpertReply(version=outcome.version, wait_s=wait_s)
         methods.add_headers(reply.tensors, outcome.payloads)
         if request.keep:
             reply.kept = self.runner.input_cache.has(admitted.caller, (request.request_id, request.uid))

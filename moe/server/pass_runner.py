@@ -5,10 +5,11 @@ outcomes awaited. A node has one instance, on its network loop.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Executor
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -30,6 +31,7 @@ from moe.server.requests import (
 from swarm.compression import Buffer
 from swarm.core.errors import PeerError, SwarmError
 from swarm.core.ids import PeerId
+from swarm.core.notify import ChangeEvent, wait_until_set
 from swarm.wire import expert_pb2
 from swarm.wire.expert_pb2 import ExpertRequest
 
@@ -45,6 +47,8 @@ GATHER_S = 0.02
 INPUT_LIMITS = CacheLimits(bytes_max=256 << 20, bytes_per_caller_max=64 << 20, strangers_bytes_max=16 << 20)
 
 Payload: TypeAlias = Buffer | torch.Tensor
+# awaited with outcomes of the requests of a message, by their numbers in it
+OnOutcomes: TypeAlias = Callable[[Mapping[int, "Outcome | RequestRefused"]], Awaitable[None]]
 
 
 class PassRunner:
@@ -61,6 +65,7 @@ class PassRunner:
         # the backward passes among them, by pass id
         self._pending: dict[tuple[PeerId, bytes], PendingJob] = {}
         self._numbers = itertools.count(1)
+        self._results = ChangeEvent()
         self._to_wake: set[ComputeThread] = set()  # at the end of this turn of the loop
 
     def on_results(self, done: Sequence[tuple[Job, Outcome]]) -> None:
@@ -76,36 +81,33 @@ class PassRunner:
                     self._applied.note(*job.pass_id, outcome, outcome.size_bytes)
                     if job.uid in self._joint:
                         self._joint[job.uid].counted()
-            for future in pending.waiting if pending is not None else ():
-                if not future.done():
-                    future.set_result(outcome)
+            if pending is not None:
+                pending.settle(outcome)
+        self._results.notify()
 
     async def drain(self, hosted: Sequence[HostedExpert], timeout_s: float) -> None:
         """Wait for requests of these experts that are queued or being computed."""
-        threads = {id(one.compute) for one in hosted}
-        futures = [
-            future
-            for pending in self._jobs.values()
-            if id(pending.compute) in threads
-            for future in pending.waiting
-        ]
-        if futures:
-            await asyncio.wait(futures, timeout=timeout_s)
+        threads, loop = {id(one.compute) for one in hosted}, asyncio.get_running_loop()
+        deadline_s = loop.time() + timeout_s
+        while (left_s := deadline_s - loop.time()) > 0.0 and any(
+            pending.waiting and id(pending.hosted.compute) in threads for pending in self._jobs.values()
+        ):
+            await self._results.wait(left_s)
 
     def drop_waiting(self, hosted: Sequence[HostedExpert], reason: str) -> None:
         """Refuse waiting requests of these experts, since their computing thread was stopped. Called on the
         loop.
         """
         threads = {id(one.compute) for one in hosted}
-        self._pending = {
-            name: pending for name, pending in self._pending.items() if id(pending.compute) not in threads
-        }
-        for number, pending in list(self._jobs.items()):
-            if id(pending.compute) in threads:
-                del self._jobs[number]
-                for future in pending.waiting:
-                    if not future.done():
-                        future.set_exception(RequestRefused(expert_pb2.EXPERT_MISSING, reason))
+        for pending in list(self._jobs.values()):
+            if id(pending.hosted.compute) in threads:
+                self._forget(pending)
+                pending.settle(RequestRefused(expert_pb2.EXPERT_MISSING, reason))
+
+    def _forget(self, pending: PendingJob) -> None:
+        del self._jobs[pending.job.number]
+        if pending.job.is_backward:
+            self._pending.pop(pending.job.pass_id, None)
 
     def is_repeated(self, caller: PeerId, request: ExpertRequest) -> bool:
         """Return whether a backward pass with this id is under way, or was applied."""
@@ -130,16 +132,19 @@ class PassRunner:
         self,
         requests: Mapping[int, AdmittedRequest],
         payloads: Mapping[int, torch.Tensor],
-        answer: Callable[[dict[int, Outcome | RequestRefused]], Awaitable[None]],
+        answer: OnOutcomes,
+        *,
+        is_finite: bool = False,
     ) -> None:
         """Run the requests of one message, by their numbers in it. They are queued in one go, without a task
-        for each. `answer` is awaited with the outcomes, by number, as they come, but not for each by itself.
+        or a future for each. `answer` is awaited with the outcomes, by number, as they come, but not for each
+        by itself. `is_finite` as in `decode`.
         """
         # raised below: early versions of Python 3.11 wrap errors raised within `except*` in a group
         failed: BaseException | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
-                await self._run_in_group(tasks, requests, payloads, answer)
+                await self._run_in_group(tasks, requests, payloads, answer, is_finite)
         except* SwarmError as errors:  # the caller has gone
             failed = errors.exceptions[0]
         if failed is not None:
@@ -150,42 +155,44 @@ class PassRunner:
         tasks: asyncio.TaskGroup,
         requests: Mapping[int, AdmittedRequest],
         payloads: Mapping[int, torch.Tensor],
-        answer: Callable[[dict[int, Outcome | RequestRefused]], Awaitable[None]],
+        answer: OnOutcomes,
+        is_finite: bool,
     ) -> None:
-        found: dict[int, Outcome | RequestRefused] = {}
-        decoded: dict[int, Sequence[ReceivedTensor | None]] = {}
-        jobs: list[tuple[PendingJob, asyncio.Future[Outcome]]] = []
-        waiting: dict[int, asyncio.Future[Any]] = {}
+        outcomes, new = _MessageOutcomes(len(requests)), list[PendingJob]()
+        joined: list[tuple[PendingJob, Hashable]] = []
         for number, admitted in requests.items():
             own = payloads[number].clone()  # what a part keeps must not hold the payload of all
             if self._active_joint(admitted) is not None or len(own) > _POOLED_BYTES:
-                waiting[number] = tasks.create_task(self._outcome_or_refusal(admitted, own))
+                tasks.create_task(self._run_into(outcomes, number, admitted, own))
                 continue
             try:
-                decoded[number] = _read(admitted, own)
+                tensors = _read(admitted, own, is_finite)
+                begun = self._earlier(admitted)
             except RequestRefused as refusal:
-                found[number] = refusal
+                outcomes.put(number, refusal)
+                continue
+            if begun is None:
+                begun = self._register(admitted, tensors)
+                new.append(begun)
+            if isinstance(begun, Outcome):
+                outcomes.put(number, begun)
+            else:
+                begun.waiting[outcomes, number] = functools.partial(outcomes.put, number)
+                joined.append((begun, (outcomes, number)))
         try:
-            for number, tensors in decoded.items():
-                try:
-                    begun = self._begun(requests[number], tensors, wake=False)
-                except RequestRefused as refusal:
-                    found[number] = refusal
-                    continue
-                if isinstance(begun, Outcome):
-                    found[number] = begun
-                else:
-                    waiting[number] = future = begun.join()
-                    jobs.append((begun, future))
-            for compute in {one.compute for one, _ in jobs}:
-                compute.wake()
-            if found:
-                await answer(found)
-            await _answer_as_they_come(waiting, answer)
+            self._queue(new)
+            await outcomes.answer_as_they_come(answer)
         finally:
-            for job, future in jobs:
-                if not future.done():
-                    self.leave(job, future)
+            for pending, name in joined:
+                self.leave(pending, name)
+
+    async def _run_into(
+        self, outcomes: _MessageOutcomes, number: int, admitted: AdmittedRequest, payload: Payload
+    ) -> None:
+        try:
+            outcomes.put(number, await self.run(admitted, payload))
+        except RequestRefused as refusal:
+            outcomes.put(number, refusal)
 
     def begin(self, admitted: AdmittedRequest, payload: Payload) -> Outcome | PendingJob | None:
         """Begin a request, and return its job; the outcome if an earlier call with the same id has one.
@@ -197,25 +204,18 @@ class PassRunner:
         earlier = self._earlier(admitted)
         if earlier is not None:
             return earlier
-        begun = self._enqueue(admitted, _read(admitted, payload), wake=False)
+        begun = self._register(admitted, _read(admitted, payload))
+        self._queue_only(begun, wake=False)
         # later: this thread and the computing one would take turns at Python's lock
         if not self._to_wake:
             asyncio.get_running_loop().call_soon(self._wake)
-        self._to_wake.add(begun.compute)
+        self._to_wake.add(begun.hosted.compute)
         return begun
 
     def _wake(self) -> None:
         to_wake, self._to_wake = self._to_wake, set()
         for compute in to_wake:
             compute.wake()
-
-    async def _outcome_or_refusal(
-        self, admitted: AdmittedRequest, payload: Payload
-    ) -> Outcome | RequestRefused:
-        try:
-            return await self.run(admitted, payload)
-        except RequestRefused as refusal:
-            return refusal
 
     def _active_joint(self, admitted: AdmittedRequest) -> JointExpert | None:
         joint = self._joint.get(admitted.request.uid)
@@ -257,10 +257,12 @@ class PassRunner:
                 tensors = await asyncio.get_running_loop().run_in_executor(
                     self._pool, _read, admitted, payload
                 )
-            # a repetition of the request may have been answered meanwhile
-            pending = self._begun(admitted, tensors)
+            pending = self._earlier(admitted)  # a repetition of the request may have been answered meanwhile
             if isinstance(pending, Outcome):
                 return pending
+            if pending is None:
+                pending = self._register(admitted, tensors)
+                self._queue_only(pending)
         future = pending.join()
         try:
             outcome = await future
@@ -270,15 +272,6 @@ class PassRunner:
         if outcome.failure:
             raise RequestRefused(expert_pb2.EXPERT_FAILED, outcome.failure)
         return outcome
-
-    def _begun(
-        self, admitted: AdmittedRequest, tensors: Sequence[ReceivedTensor | None], *, wake: bool = True
-    ) -> PendingJob | Outcome:
-        """Return the job of a request, which is queued unless one with the same id is under way or was
-        applied. Raises RequestRefused.
-        """
-        earlier = self._earlier(admitted)
-        return self._enqueue(admitted, tensors, wake=wake) if earlier is None else earlier
 
     def _earlier(self, admitted: AdmittedRequest) -> PendingJob | Outcome | None:
         if not admitted.is_backward:
@@ -297,19 +290,15 @@ class PassRunner:
             )
         return answer
 
-    def leave(self, pending: PendingJob, future: asyncio.Future[Outcome]) -> None:
-        """Stop waiting for a job with a future of `join`. It is withdrawn when no call waits for it any
-        longer.
-        """
-        pending.waiting.remove(future)
-        if not pending.waiting and pending.compute.withdraw(pending.number):
-            self._jobs.pop(pending.number, None)
-            self._pending.pop(pending.pass_id, None)
+    def leave(self, pending: PendingJob, name: Hashable) -> None:
+        """Stop waiting for a job. It is withdrawn when no call waits for it any longer."""
+        if pending.waiting.pop(name, None) is None or pending.waiting:
+            return
+        if pending.hosted.compute.withdraw(pending.job.number):
+            self._forget(pending)
 
-    def _enqueue(
-        self, admitted: AdmittedRequest, tensors: Sequence[ReceivedTensor | None], *, wake: bool
-    ) -> PendingJob:
-        """Queue a job. Raises RequestRefused when there is no room."""
+    def _register(self, admitted: AdmittedRequest, tensors: Sequence[ReceivedTensor | None]) -> PendingJob:
+        """Return a new job, which is to be queued."""
         hosted, request = admitted.hosted, admitted.request
         if admitted.is_backward and request.inputs_kept:
             count, inputs = 0, (admitted.kept or self.kept_inputs(admitted.caller, request)).tensors
@@ -331,54 +320,91 @@ class PassRunner:
             codec=admitted.codec,
             is_stranger=self._is_stranger(admitted.caller),
         )
-        pending = PendingJob(hosted.compute, job.number, job.pass_id)
-        self._jobs[job.number] = pending
+        pending = self._jobs[job.number] = PendingJob(hosted, job)
         if admitted.is_backward:
             self._pending[job.pass_id] = pending
-        busy = hosted.compute.offer(job, wake=wake)
-        if busy:
-            del self._jobs[job.number]
-            self._pending.pop(job.pass_id, None)
-            raise request_overloaded(hosted, busy)
-        if request.keep and not admitted.is_backward:
-            kept = KeptInputs.snapshot(inputs, request)
-            self.input_cache.put(admitted.caller, (request.request_id, request.uid), kept, kept.size_bytes)
         return pending
 
+    def _queue(self, new: Sequence[PendingJob], *, wake: bool = True) -> list[RequestRefused]:
+        """Queue jobs. Those for which there is no room are refused; return these refusals."""
+        by_thread: dict[ComputeThread, list[PendingJob]] = {}
+        for pending in new:
+            by_thread.setdefault(pending.hosted.compute, []).append(pending)
+        refused = []
+        for compute, own in by_thread.items():
+            reasons = compute.offer([pending.job for pending in own], wake=wake)
+            for pending, reason in zip(own, reasons, strict=True):
+                job = pending.job
+                if reason:
+                    refusal = request_overloaded(pending.hosted, reason)
+                    self._forget(pending)
+                    pending.settle(refusal)
+                    refused.append(refusal)
+                elif job.keep and not job.is_backward:
+                    kept = KeptInputs.snapshot(job)
+                    self.input_cache.put(job.caller, (job.pass_id[1], job.uid), kept, kept.size_bytes)
+        return refused
 
-def _read(admitted: AdmittedRequest, payload: Payload) -> Sequence[ReceivedTensor | None]:
+    def _queue_only(self, pending: PendingJob, *, wake: bool = True) -> None:
+        """Queue one job. Raises RequestRefused when there is no room."""
+        for refusal in self._queue([pending], wake=wake):
+            raise refusal
+
+
+class _MessageOutcomes:
+    """The outcomes of the requests of one message, by their numbers in it, until they are answered."""
+
+    def __init__(self, count: int) -> None:
+        self._left = count  # requests that are not answered yet
+        self._found: dict[int, Outcome | RequestRefused] = {}
+        self._first, self._all = asyncio.Event(), asyncio.Event()
+
+    def put(self, number: int, outcome: Outcome | RequestRefused) -> None:
+        """Add an outcome."""
+        self._found[number] = _refused_if_failed(outcome)
+        self._first.set()
+        if len(self._found) == self._left:
+            self._all.set()
+
+    async def answer_as_they_come(self, answer: OnOutcomes) -> None:
+        """Await `answer` with all outcomes. Those that come within GATHER_S of the first are answered with
+        it; those that are there at the beginning at once.
+        """
+        wait_s = 0.0 if self._found else GATHER_S
+        while self._left:
+            await self._first.wait()
+            if wait_s:
+                await wait_until_set(self._all, wait_s)
+            found, self._found = self._found, {}
+            self._first.clear()
+            self._left -= len(found)
+            await answer(found)
+            wait_s = GATHER_S
+
+
+def _read(
+    admitted: AdmittedRequest, payload: Payload, is_finite: bool = False
+) -> Sequence[ReceivedTensor | None]:
     """Return the checked tensors of the payload; decoded, unless the expert's device does that."""
     read: Callable[..., Sequence[ReceivedTensor | None]] = (
         check_payload if admitted.hosted.compute.decodes_on_device else decode
     )
     try:
-        return read(admitted.headers, admitted.leaves, admitted.request.batch, payload)
+        return read(admitted.headers, admitted.leaves, admitted.request.batch, payload, is_finite=is_finite)
     except PeerError as error:
         raise request_refused(str(error)) from None
 
 
-async def _answer_as_they_come(
-    waiting: dict[int, asyncio.Future[Any]],
-    answer: Callable[[dict[int, Outcome | RequestRefused]], Awaitable[None]],
-) -> None:
-    """Answer with the outcomes of the futures. Those that come within GATHER_S of the first are answered with
-    it.
-    """
-    while waiting:
-        _, left = await asyncio.wait(waiting.values(), return_when=asyncio.FIRST_COMPLETED)
-        if left:
-            await asyncio.wait(left, timeout=GATHER_S)
-        numbers = [number for number, future in waiting.items() if future.done()]
-        await answer({number: outcome_of(waiting.pop(number)) for number in numbers})
-
-
-def outcome_of(future: asyncio.Future[Any]) -> Outcome | RequestRefused:
+def outcome_of(future: asyncio.Future[Outcome]) -> Outcome | RequestRefused:
     """Return what a request with this future, which is done, is answered with."""
     error = future.exception()
     if error is not None:
         assert isinstance(error, RequestRefused)
         return error
-    outcome: Outcome | RequestRefused = future.result()
+    return _refused_if_failed(future.result())
+
+
+def _refused_if_failed(outcome: Outcome | RequestRefused) -> Outcome | RequestRefused:
     if isinstance(outcome, Outcome) and outcome.failure:
         return RequestRefused(expert_pb2.EXPERT_FAILED, outcome.failure)
     return outcome

@@ -5,8 +5,9 @@ refusals.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from moe.protocol.names import ExpertUid
@@ -14,7 +15,7 @@ from moe.protocol.schema import Leaf
 from moe.protocol.tensors import Encoded, Header
 from moe.server.compute import ComputeThread
 from moe.server.expert import Expert
-from moe.server.jobs import Outcome, ReceivedTensor
+from moe.server.jobs import Job, Outcome, ReceivedTensor
 from swarm.compression import Codec
 from swarm.core.ids import PeerId
 from swarm.wire import expert_pb2
@@ -42,32 +43,37 @@ class HostedExpert:
 
 @dataclass(slots=True)
 class PendingJob:
-    """A job, and a future for each call that waits for it."""
+    """A job, and what is called with its outcome for each call that waits, by a name of the call."""
 
-    compute: ComputeThread
-    number: int
-    pass_id: tuple[PeerId, bytes]
-    waiting: list[asyncio.Future[Outcome]] = field(default_factory=list)
+    hosted: HostedExpert
+    job: Job
+    waiting: dict[Hashable, Callable[[Outcome | RequestRefused], None]] = field(default_factory=dict)
 
     def join(self) -> asyncio.Future[Outcome]:
-        """Return a future of the outcome for one more call."""
+        """Return a future of the outcome for one more call, which is its name."""
         future = asyncio.get_running_loop().create_future()
-        self.waiting.append(future)
+        self.waiting[future] = functools.partial(_settle, future)
         return future
+
+    def settle(self, outcome: Outcome | RequestRefused) -> None:
+        """Give the outcome to all calls that wait."""
+        waiting, self.waiting = self.waiting, {}
+        for give in waiting.values():
+            give(outcome)
 
 
 @dataclass(frozen=True, slots=True)
 class KeptInputs:
     """The inputs of a forward pass, kept for the backward pass."""
 
-    tensors: list[ReceivedTensor]
+    tensors: Sequence[ReceivedTensor]
     shape: tuple[int, int]  # samples, and the length of their sequences
     versions: list[int]  # torch's versions of the tensors: a module may write into its inputs
 
     @classmethod
-    def snapshot(cls, tensors: list[ReceivedTensor], request: ExpertRequest) -> KeptInputs:
-        """Record the tensors of a request with their present versions."""
-        return cls(tensors, (request.batch, request.sequence_length), _versions(tensors))
+    def snapshot(cls, job: Job) -> KeptInputs:
+        """Record the inputs of a job with their present versions."""
+        return cls(job.inputs, (job.batch, job.sequence_length), _versions(job.inputs))
 
     @property
     def is_unmodified(self) -> bool:
@@ -80,7 +86,7 @@ class KeptInputs:
         return sum((one.raw if isinstance(one, Encoded) else one).nbytes for one in self.tensors)
 
 
-def _versions(tensors: list[ReceivedTensor]) -> list[int]:
+def _versions(tensors: Sequence[ReceivedTensor]) -> list[int]:
     return [(one.raw if isinstance(one, Encoded) else one)._version for one in tensors]
 
 
@@ -103,6 +109,15 @@ class AdmittedRequest:
     def pass_id(self) -> tuple[PeerId, bytes]:
         """Return the identity of the pass: the caller and its request id."""
         return self.caller, self.request.request_id
+
+
+def _settle(future: asyncio.Future[Outcome], outcome: Outcome | RequestRefused) -> None:
+    if future.done():
+        return
+    if isinstance(outcome, RequestRefused):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)
 
 
 def request_refused(reason: str) -> RequestRefused:

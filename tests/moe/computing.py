@@ -96,7 +96,7 @@ class Computing:
         expert = jobs[0].expert
         with expert.lock:  # the thread may take the first job alone, and then waits for the lock
             for job in jobs:
-                assert not self.thread.offer(job)
+                assert not self.thread.offer([job])[0]
 
     def results(self, *jobs: Job) -> list[Outcome]:
         """Return the outcomes of these jobs, each of which comes exactly once."""

@@ -230,7 +230,10 @@ def test_a_lost_device_answers_its_batch_takes_no_more_and_is_reported_once(link
                 "CUDA error: device-side assert triggered"
             )
         assert compute.reported.get(timeout=TIMEOUT_S).device == expert.device
-        assert "cannot be used any more" in compute.thread.offer(compute.job(expert, [torch.ones(1, WIDTH)]))
+        assert (
+            "cannot be used any more"
+            in compute.thread.offer([compute.job(expert, [torch.ones(1, WIDTH)])])[0]
+        )
     assert compute.reported.empty()
 
 
@@ -276,12 +279,12 @@ def test_copies_of_neighbouring_batches_run_beside_the_computation() -> None:
     with computing(link, BatchLimits(batch_requests_max=1)) as compute:
         link.open_landing.clear()
         first, second, third = [compute.job(expert, [x]) for x in batches(3, 0)]
-        assert not compute.thread.offer(first)
+        assert compute.thread.offer([first]) == [""]
         link.until("waiting", 0)  # the first result is on its way to the host
         module.open.clear()
-        assert not compute.thread.offer(second)
+        assert compute.thread.offer([second]) == [""]
         link.until("compute", 1)  # the second is computed although the first has not arrived
-        assert not compute.thread.offer(third)
+        assert compute.thread.offer([third]) == [""]
         link.until("in", 2)  # the third is copied in meanwhile
         assert ("landed", 0) not in link.events
         assert compute.thread.unfinished == 3
@@ -304,7 +307,7 @@ def test_no_more_than_three_batches_are_under_way() -> None:
         link.open_landing.clear()
         jobs = [compute.job(expert, [x]) for x in batches(6, 0)]
         for job in jobs:
-            assert not compute.thread.offer(job)
+            assert compute.thread.offer([job]) == [""]
         link.until("out", 2)
         assert compute.thread.queued == 3
         assert ("in", 3) not in link.events

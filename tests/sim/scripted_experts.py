@@ -71,9 +71,11 @@ class Scripted:
         self._backward, self._schema = list(backward), schema or {}
         self.asked: list[tuple[float, PeerId]] = []
         self.together: list[tuple[PeerId, int]] = []  # how many requests were made together, each time
+        self.described: list[tuple[int, PeerId]] = []  # number of requests before, and who was asked
         self.request_ids: list[bytes] = []
 
     async def schema_of(self, replica: ExpertReplica, uid: ExpertUid, *, timeout_s: float) -> ExpertSchema:
+        self.described.append((len(self.asked), replica.peer_id))
         await self._play(self._schema.get(replica.peer_id, 0.0))
         return SCHEMA
 

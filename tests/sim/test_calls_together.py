@@ -63,6 +63,25 @@ def test_calls_that_are_made_together_reach_each_peer_once() -> None:
     run_virtual(scenario())
 
 
+def test_a_peer_computes_while_the_calls_of_the_next_one_are_prepared() -> None:
+    async def scenario() -> None:
+        scripted = Scripted()
+        calls, replicas = calls_of(scripted), [[replica] for replica in REPLICAS]
+        results, _ = await forward_all(calls, replicas)
+        assert [number for number, _ in scripted.described] == [0, 1, 2], (
+            "prepared after the one before was sent"
+        )
+        passes = [
+            (one, GradientPass(INPUTS, INPUTS)) for one in results.values() if isinstance(one, ForwardResult)
+        ]
+        found: dict[int, BackwardReply | SwarmError] = {}
+        await calls.backward_all(passes, found.update, deadline_s=10.0, codecs=UNCOMPRESSED)
+        assert [number for number, _ in scripted.described] == [0, 1, 2, 3, 4, 5]
+        assert len(found) == 3
+
+    run_virtual(scenario())
+
+
 def test_calls_whose_peer_fails_or_is_slow_go_to_the_next_one_together() -> None:
     for first, after_s in ((NetworkError("gone"), 0.1), (30.0, 1.1)):
 

@@ -39,9 +39,11 @@ def messages(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[str]]]:
     found: list[tuple[int, list[str]]] = []
     run_together, run_single = PassRunner.run_together, PassRunner.run
 
-    async def note(runner: PassRunner, requests: Mapping[int, Any], payloads: Any, answer: Any) -> None:
+    async def note(
+        runner: PassRunner, requests: Mapping[int, Any], payloads: Any, answer: Any, *, is_finite: bool
+    ) -> None:
         found.append((id(runner), [one.request.uid for one in requests.values()]))
-        await run_together(runner, requests, payloads, answer)
+        await run_together(runner, requests, payloads, answer, is_finite=is_finite)
 
     async def note_single(runner: PassRunner, request: Any, payload: Any) -> Any:
         found.append((id(runner), [request.request.uid]))
@@ -170,8 +172,10 @@ def test_a_part_that_fails_leaves_the_others_alone(
         if case == "overloaded":
             offer = ComputeThread.offer
 
-            def offer_some(thread: ComputeThread, job: Job, *, wake: bool = True) -> str:
-                return "the queue is full" if job.uid == "ffn.1" else offer(thread, job, wake=wake)
+            def offer_some(thread: ComputeThread, jobs: Sequence[Job], *, wake: bool = True) -> list[str]:
+                free = [job for job in jobs if job.uid != "ffn.1"]
+                found = iter(offer(thread, free, wake=wake))
+                return ["the queue is full" if job.uid == "ffn.1" else next(found) for job in jobs]
 
             monkeypatch.setattr(ComputeThread, "offer", offer_some)
         found = two.run(forward_together(two, two.calls, UIDS, {"ffn.1": bad} if case == "bad input" else {}))

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from moe.client.replicas.forward_calls import ForwardResult
 from moe.client.replicas.peers import ReplicaPeers, cast_to_schema
+from moe.client.replicas.together import start
 from moe.protocol.calls import BackwardReply, BackwardRequest, GradientPass, OnBackward, WireCodecs
 from moe.protocol.errors import ExpertOverloaded
 from swarm.core.backoff import backoff_s
@@ -45,7 +46,7 @@ class BackwardCalls:
         async with asyncio.TaskGroup() as tasks:
             *others, last = by_peer.values()
             for numbers in others:
-                tasks.create_task(self._try(tasks, numbers, 0))
+                await start(tasks, self._try(tasks, numbers, 0))
             await self._try(tasks, last, 0)
 
     async def _try(self, tasks: asyncio.TaskGroup, numbers: Sequence[int], failures: int) -> None:

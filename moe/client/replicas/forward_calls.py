@@ -14,6 +14,7 @@ import torch
 
 from moe.client.logic.hedging import ATTEMPTS_MAX, HedgedCall
 from moe.client.replicas.peers import ReplicaPeers, cast_to_schema
+from moe.client.replicas.together import start
 from moe.protocol.calls import ForwardReply, ForwardRequest, WireCodecs
 from moe.protocol.declarations import ExpertReplica
 from moe.protocol.names import ExpertUid
@@ -152,7 +153,7 @@ class ForwardCalls:
             try:
                 while self._open and (now_s := self._clock.monotonic_s()) < self._deadline_s:
                     for attempt in asked:
-                        attempt.task = tasks.create_task(self._ask(attempt))
+                        attempt.task = await start(tasks, self._ask(attempt))
                     until_s, more = self._deadline_s, dict[PeerId, _Attempt]()
                     for one in self._open.values():
                         if one.hedged.has_more:

@@ -37,6 +37,16 @@ async def run_together(work: Sequence[Coroutine[Any, Any, T]], in_flight_max: in
     return [task.result() for task in running]
 
 
+async def start(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """Start a call, and return when it was prepared and sent, if nothing holds it up. Calls of several peers
+    are started in turn: each peer computes while the next call is prepared.
+    """
+    task = tasks.create_task(work)
+    await asyncio.sleep(0)  # it is prepared
+    await asyncio.sleep(0)  # it is sent
+    return task
+
+
 def _first_error(errors: BaseExceptionGroup[SwarmError]) -> SwarmError:
     error: BaseException = errors
     while isinstance(error, BaseExceptionGroup):
