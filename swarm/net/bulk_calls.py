@@ -260,11 +260,13 @@ class BulkConnections:
         method: str,
         ask: Callable[[], Awaitable[peer_pb2.BulkReply]],
         deadline_s: float | None,
+        *,
+        is_new: bool = False,
     ) -> BulkCall | None:
         """Begin a stream that ends at `deadline_s` (None: without a limit); None if it must use gRPC. `ask`
-        calls `BULK` on `control`, the gRPC connection to the peer.
+        calls `BULK` on `control`, the gRPC connection to the peer. `is_new`: not on an unused connection.
         """
-        while (unused := self._idle.get(peer_id)) is not None:
+        while not is_new and (unused := self._idle.get(peer_id)) is not None:
             connection, _ = unused.pop()
             if not unused:
                 del self._idle[peer_id]
@@ -279,6 +281,11 @@ class BulkConnections:
     def end(self, call: BulkCall) -> None:
         """End a stream, and keep its connection for the next one if it can be used again."""
         call.settle(lambda: self._ended(call))
+
+    def drop(self, call: BulkCall) -> None:
+        """End a stream, and close its connection."""
+        call.cancel()
+        self._forget(call.connection)
 
     def _ended(self, call: BulkCall) -> None:
         connection = call.connection

@@ -327,7 +327,10 @@ class Channels:
         if deadline_s is not None:
             left_s = min(left_s, max(deadline_s - asyncio.get_running_loop().time(), 0.001))
         ask = functools.partial(self.call, contact, BULK, BulkRequest(), timeout_s=left_s)
-        return await self._bulk.begin(contact.peer_id, control, method, ask, deadline_s)
+        # Calls leave the connection that carried tensors to the next stream of tensors: TCP has learned how
+        # fast it is, and making another one takes four round trips.
+        is_new = method == CALLS_NAME
+        return await self._bulk.begin(contact.peer_id, control, method, ask, deadline_s, is_new=is_new)
 
     async def _begin_bulk_calls(self, contact: Contact, control: Connection) -> BulkCall | None:
         """Begin a stream of shared calls on the bulk path. Return None if the peer has no bulk path now, or
@@ -451,7 +454,7 @@ class Channels:
         link.connection, link.failure = connection, None
         link.used_s = loop.time()
         begin = functools.partial(self._begin_bulk_calls, contact, connection)
-        shared = SharedCalls(connection, self._streams, begin, self._bulk.end)
+        shared = SharedCalls(connection, self._streams, begin, self._bulk.drop)
         self._pooled[id(connection)] = _PooledConnection(connection, shared)
         if connection.address is not None:
             self._last_working[contact.peer_id] = connection.address

@@ -100,6 +100,25 @@ def test_calls_of_a_peer_that_is_called_often_use_the_bulk_path_with_all_their_p
     run_on_loop(scenario())
 
 
+def test_calls_leave_the_connection_of_tensors_to_the_next_stream_of_tensors() -> None:
+    async def scenario() -> None:
+        async with bulk_pair() as pair:
+            pair.handlers.unary(ECHO, echo)
+            assert await pair.talk(b"tensors") == [b"tensors"]
+            await often(pair)
+            await until(lambda: uses_bulk(pair))
+            assert pair.bulk.connections.total == 2
+            assert await pair.talk(b"more tensors") == [b"more tensors"]
+            assert pair.bulk.connections.total == 2
+            await pair.channels.close_idle()  # reviews the calls that were made until now
+            await pair.channels.close_idle()  # there were none since, so that calls leave the bulk path
+            await until(lambda: not uses_bulk(pair) and pair.bulk.connections.total == 1)
+            assert await pair.talk(b"the last ones") == [b"the last ones"]
+            assert pair.bulk.connections.total == 1
+
+    run_on_loop(scenario())
+
+
 def test_seldom_called_peer_loses_its_stream_on_the_bulk_path_and_gets_it_again() -> None:
     async def scenario() -> None:
         async with bulk_pair() as pair:
