@@ -177,7 +177,7 @@ LIMITED_BY: dict[str, str] = {
         "trainer kept torch's objects out of garbage collection): 0.07 s at the trainer, 0.12 s at the four "
         "servers. Two cores need 0.1 s for that if neither ever waits. A quarter of the trainer's network "
         "thread is encryption and sockets, 8 MB a step; the rest is spread over Python and small operations "
-        "of torch, 30 us to prepare and read a call and 0.17 ms to serve it, without a single large part."
+        "of torch, 30 µs to prepare and read a call and 0.17 ms to serve it, without a single large part."
     ),
     "state-1-donor": _STATE_MOVED,
     "state-3-donors": _STATE_MOVED,

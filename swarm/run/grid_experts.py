@@ -196,7 +196,7 @@ def _compile(expert: Expert) -> None:
         ]
 
     try:
-        with unchanged_statistics(expert.module):
+        with unchanged_statistics(norm_layers(expert.module)):
             expert.forward(zeros(schema.input_leaves))
             if not expert.frozen:
                 expert.accumulate([(None, zeros(schema.input_leaves), zeros(schema.gradient_leaves))])
