@@ -262,7 +262,9 @@ class ExpertLearner:
         not finite, if that is known without waiting for a device.
         """
         gradients = [master.grad for master in self.masters if master.grad is not None]
-        norm = torch.linalg.vector_norm(torch.stack([one.float() for one in torch._foreach_norm(gradients)]))
+        norm: torch.Tensor = torch.linalg.vector_norm(
+            torch.stack([one.float() for one in torch._foreach_norm(gradients)])
+        )
         if _is_on_host(norm):
             try:
                 _refuse_gradients(norm)
