@@ -24,7 +24,7 @@ class HostReads(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += function is torch.ops.aten._local_scalar_dense.default
+        self.count += str(function) == "aten._local_scalar_dense.default"
         return function(*args, **(kwargs or {}))
 
 
