@@ -136,7 +136,7 @@ def test_an_elector_of_which_nothing_was_heard_since_a_restart_is_waited_for() -
 
 
 def test_a_restarted_peer_that_knows_nobody_continues_soon() -> None:
-    """Else whoever continues a run of one machine from its checkpoint, as a new peer, waits for 15 s."""
+    """A run of one machine is continued from its checkpoint, often as a new peer."""
 
     async def play() -> None:
         history = history_with(Calls(), knows=())
