@@ -266,7 +266,11 @@ class EpochCloser:
         return None
 
     def step_alone(self, result: RoundResult | None, failed: int) -> CloseOutcome:
-        """Step without a round: no other peer is live, or the mode allows it."""
+        """Step without a round: no other peer is live, or the mode allows it. Peers with which this one had
+        found a quorum may have gone since then: it steps only when it is one by itself, or after the grace.
+        """
+        if self._history is not None and not self._history.may_commit_alone:
+            return CloseOutcome(stepped=False, reason=self._history.quorum_text(), rounds_failed=failed)
         weight, _ = self._mode.prepare(self._state.epoch)
         with self._undone_if_not_applied():
             if self._history is not None:

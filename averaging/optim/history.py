@@ -106,9 +106,7 @@ class RunHistory:
             return self._lineage.has_begun
 
     def electors(self) -> list[PeerId]:
-        """Return the electors of the head that this peer has, or should follow, except those that report a
-        head of another history: one that this peer has left, or does not follow.
-        """
+        """Return the electors of the head that this peer has or should follow, without those at others."""
         with self._lock:
             elsewhere = self._heads.elsewhere(self._lineage.knows, (self._left or self._lineage).knows)
             return [peer for peer in (self._ahead or self._lineage).electors if peer not in elsewhere]
@@ -175,7 +173,7 @@ class RunHistory:
             self._moved()
 
     def commit_alone(self, epoch: int, kind: RoundKind, samples: Sequence[int] = ()) -> None:
-        """Extend the history with a step of this peer alone, after `seek_quorum` allowed it."""
+        """Extend the history with a step of this peer alone, if it `may_commit_alone`."""
         with self._lock:
             is_break, group_id = not self._lineage.has_quorum(()), self._node.rng.randbytes(DIGEST_BYTES)
             alone = self._lineage.alone(
@@ -200,9 +198,7 @@ class RunHistory:
         self._node.network.loop.call_soon_threadsafe(self._wake.notify)
 
     def lacks_certificate(self, now_s: float) -> None:
-        """Record that the electors do not certify what the cells have averaged. Call it every second or so:
-        after the grace this peer continues with a break.
-        """
+        """Record that the electors do not certify what the cells have averaged, as `seek_quorum` does."""
         with self._lock:
             self._is_break = self._lineage.may_break(now_s, 0.0)
 
@@ -210,8 +206,7 @@ class RunHistory:
         """Return whether this peer may try to commit: with the peers that are `present`, or after the grace,
         with a break. Call it every second or so while it may not.
 
-        `present`: peers that report the same head and vote; `now_s`: monotonic clock; `epoch_s`: how long an
-        epoch takes.
+        `present`: peers that report the same head and vote; `now_s`: monotonic clock; `epoch_s`: of an epoch.
         """
         with self._lock:
             lineage, present, self._epoch_s = self._lineage, set(present), epoch_s
@@ -222,7 +217,8 @@ class RunHistory:
                 self._is_break = False
                 return True
             missing = {*lineage.electors} - {self.own, *present, *self.removed, *lineage.goodbyes}
-            self.waits_briefly = all(map(self._heads.is_gone, missing))
+            knows_others = self._node.peers() or self._offers.introducers  # and may be cut off
+            self.waits_briefly = not knows_others or all(map(self._heads.is_gone, missing))
             self._is_break = may = lineage.may_break(now_s, epoch_s, refused=self.waits_briefly)
         if now_s - self._probed_s >= _PROBE_INTERVAL_S:
             self._probed_s = now_s
@@ -238,8 +234,13 @@ class RunHistory:
     @property
     def is_break(self) -> bool:
         """Return whether this peer's next commit will be a break: it has waited for a quorum in vain."""
+        return self._is_break
+
+    @property
+    def may_commit_alone(self) -> bool:
+        """Return whether this peer is a quorum by itself, or has waited for one in vain."""
         with self._lock:
-            return self._is_break
+            return self._is_break or self._lineage.has_quorum(())
 
     def quorum_text(self) -> str:
         """Return a sentence about the quorum that this peer waits for, for people."""
@@ -265,8 +266,7 @@ class RunHistory:
     @property
     def ahead(self) -> Ahead | None:
         """Return the history that this peer should follow, if there is one."""
-        with self._lock:
-            return self._ahead
+        return self._ahead
 
     def is_new(self, peer: PeerId, head: bytes) -> bool:
         """Return whether this head of a peer that counts was not compared with this peer's history yet."""

@@ -8,12 +8,12 @@ from collections.abc import Collection, Iterable
 from weakref import WeakKeyDictionary, WeakSet
 
 from averaging.history.certificate import RoundKind
-from averaging.history.electors import is_quorum
 from averaging.optim.reports import LoadResult, StepReport
 from swarm.core.ids import PeerId
 from swarm.testing.checkers import CheckLimits, Violations, sizes_of
 from swarm.testing.dht_swarm import SwarmMember
 from swarm.testing.training_ledger import HistoryLedger
+from swarm.testing.training_quorums import Quorums
 from swarm.testing.training_swarm import TrainingPeer
 
 # A peer that commits a moment later than others is at most the certificates of one epoch behind them: that of
@@ -35,10 +35,10 @@ class TrainingChecks:
         """`step_s_max`: within which every call of `Optimizer.step` must end."""
         self.violations, self._step_s_max = violations, step_s_max
         self.ledger = HistoryLedger(violations)
+        self.quorums = Quorums(violations, self.ledger)
         self.limits = CheckLimits(violations, default_max=_TABLES_MAX)
         self.steps = self.epochs = self.rounds_failed = self.resynchronised = self.given_up = 0
         self.longest_step_s = 0.0
-        self.longest_pause_s = 0.0  # longest pause of a side with a quorum, beyond the time of an epoch
         self.misled = 0  # states of liars that honest peers took
         self.counted_elsewhere = 0  # samples in rounds that failed at the peer that sent them
         self.liars: set[PeerId] = set()
@@ -80,7 +80,7 @@ class TrainingChecks:
         """Samples trained = contributed + carried + dropped; what is contributed is in the average, and what
         certificates count is not carried.
         """
-        before = self._carried.get(one, 0 if one.checkpoint is None else None)
+        before = self._carried.get(one, one.restored)
         self._carried[one] = report.accumulated
         counted_elsewhere = self._counted_elsewhere(one, report)
         self.counted_elsewhere += counted_elsewhere
@@ -204,6 +204,7 @@ class TrainingChecks:
             tasks = len(one.peer.supervisor.running) + len(one.peer.handling)
             if tasks > _TASKS_MAX:
                 self.violations.add(now_s, f"peer {one.index} has {tasks} tasks")
+        self.quorums.watch(live, now_s)
         if now_s - self._sizes_s >= _SIZES_EVERY_S:
             self._sizes_s = now_s
             self.check_sizes(live, now_s)
@@ -250,11 +251,6 @@ class TrainingChecks:
                     f"whose newest head is {newest.hex()[:8]}"
                 )
         return found
-
-    def has_quorum(self, head: bytes, present: Collection[PeerId]) -> bool:
-        """Return whether these peers may decide about a head."""
-        electors = self.ledger.electors(head)
-        return electors is not None and is_quorum(electors, present)
 
 
 class _Contacts:

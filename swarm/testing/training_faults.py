@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,10 +13,6 @@ from swarm.testing.chance import Chance
 from swarm.testing.training_checkers import TrainingChecks
 from swarm.testing.training_swarm import TrainingPeer, TrainingSwarm
 
-# longest pause of the side of a cut with a quorum: the running epoch, which loses the samples of the other
-# side, and one failed round
-_EPOCHS_MAX = 2.0
-_FAILED_ROUND_S = 30.0
 _PEERS_MIN = 2  # that faults leave alive
 _DOWN_S_MAX = 10.0  # of a process that starts again
 _CROWD_MIN = 2
@@ -57,7 +53,6 @@ class TrainingFaults:
         self._chance, self._config, self._say, self._group = chance, config, say, group
         self._link = swarm.network.config
         self._endings: dict[asyncio.Task[None], None] = {}
-        self._cut: _WatchedCut | None = None
         self.counts: Counter[str] = Counter()
 
     async def add(self, **how: Any) -> TrainingPeer:
@@ -82,7 +77,6 @@ class TrainingFaults:
         """Begin one fault of a kind of `FAULTS`. Raise ValueError for any other."""
         self.counts[kind] += 1
         self._checks.faults_s = math.inf
-        self._cut = None  # pauses are checked only while a single cut is the only fault
         lasting_s = self._config.lasting_s * (0.1 + 1.9 * self._chance.random())
         if kind in ENDS:
             await self._end_some(kind, lasting_s)
@@ -139,10 +133,8 @@ class TrainingFaults:
         if kind == "split":
             chance.shuffle(live)
             size = 1 + chance.below(max(len(live) - 1, 1))
-            side, others = live[:size], live[size:]
+            side = live[:size]
             self._say(f"split: {sorted(one.index for one in side)} apart for {lasting_s:.0f} s")
-            if not self._endings:
-                self._cut = _WatchedCut(side, others, self._swarm, self._checks)
             self._network.partition([one.peer for one in side])
             self._later(lasting_s, self._rejoin)
             return
@@ -152,11 +144,6 @@ class TrainingFaults:
         self._say(f"one-way: {names} for {lasting_s:.0f} s")
         cut = self._network.cut([one.peer for one in sources], [one.peer for one in targets])
         self._later(lasting_s, lambda: self._network.heal(cut))
-
-    def check_pauses(self) -> None:
-        """Check that the side of a cut with a quorum continues."""
-        if self._cut is not None:
-            self._cut.check(asyncio.get_running_loop().time())
 
     async def calm(self) -> None:
         """End all faults."""
@@ -169,7 +156,6 @@ class TrainingFaults:
             _calm(one)
 
     def _rejoin(self) -> None:
-        self._cut = None
         self._network.partition()
 
     def _restore_link(self) -> None:
@@ -188,43 +174,3 @@ async def _after(wait_s: float, end: Callable[[], object]) -> None:
 
 def _calm(one: TrainingPeer) -> None:
     one.peer.frozen, one.hangs, one.peer.slowness = False, False, 1.0
-
-
-class _WatchedCut:
-    """The two sides of a cut: one with a quorum must not pause longer than one failed round."""
-
-    def __init__(
-        self,
-        one: Sequence[TrainingPeer],
-        other: Sequence[TrainingPeer],
-        swarm: TrainingSwarm,
-        checks: TrainingChecks,
-    ) -> None:
-        self._sides, self._swarm, self._checks = (list(one), list(other)), swarm, checks
-        self._since_s = [asyncio.get_running_loop().time()] * 2  # when each side began to wait
-        self._heads: list[bytes | None] = [None, None]
-
-    def check(self, now_s: float) -> None:
-        """Check one moment."""
-        checks, target = self._checks, self._swarm.config.target_batch_size
-        for number, side in enumerate(self._sides):
-            live = [one for one in side if self._swarm.live.get(one.peer.peer_id) is one and not one.leaving]
-            head = checks.newest(live)
-            if (
-                head is None
-                or head != self._heads[number]
-                or not checks.has_quorum(head, [one.peer.peer_id for one in live])
-            ):
-                self._heads[number], self._since_s[number] = head, now_s
-                continue
-            paused_s = now_s - self._since_s[number]
-            epoch_s = target / sum(one.batch / one.compute_s for one in live)
-            checks.longest_pause_s = max(checks.longest_pause_s, paused_s - epoch_s)
-            if paused_s > _EPOCHS_MAX * epoch_s + _FAILED_ROUND_S:
-                indices = sorted(one.index for one in live)
-                checks.violations.add(
-                    now_s,
-                    f"peers {indices} are a quorum of head {head.hex()[:8]}, and have committed nothing for "
-                    f"{paused_s:.0f} s; an epoch takes them {epoch_s:.0f} s",
-                )
-                self._since_s[number] = now_s

@@ -30,6 +30,7 @@ class HistoryLedger:
         self.second_founding: Certificate | None = None  # the last of these, until it is taken
         self.certificates: dict[bytes, Certificate] = {}  # by the head after it
         self.committed_s: dict[bytes, float] = {}  # when the first peer held it
+        self.new_breaks: list[Certificate] = []  # until they are taken
         self._following: dict[bytes, dict[bytes, Certificate]] = {}  # by the head that it extends
         # the last head that was read of each process; what is kept of one must not keep it in memory
         self._seen: WeakKeyDictionary[TrainingPeer, bytes] = WeakKeyDictionary()
@@ -76,6 +77,8 @@ class HistoryLedger:
                 f"{without_break[0].head.hex()[:8]}",
             )
         known[head] = certificate
+        if certificate.proposal.is_break:
+            self.new_breaks.append(certificate)
 
     def is_of_grid(self, certificate: Certificate) -> bool:
         """Return whether the swarm was, or became with this certificate, larger than a group."""

@@ -112,7 +112,7 @@ class ScenarioFigures:
     given_up: int = 0
     misled: int = 0  # states that a liar gave
     longest_step_s: float = 0.0
-    longest_pause_s: float = 0.0  # of a side with a quorum, beyond the time of an epoch
+    longest_pause_s: float = 0.0  # of a connected quorum, beyond the time of an epoch
     faults: Counter[str] = field(default_factory=Counter)
 
     def lines(self) -> list[str]:
@@ -293,7 +293,6 @@ class _TrainingRun:
             if number % _COLLECT_WATCHES == 0:
                 gc.collect()
             self._checks.watch(self._live, loop.time())
-            self._faults.check_pauses()
             self.deadlines.check(loop.time())
             for error in self._network.errors:
                 self._violations.add(loop.time(), f"a handler failed: {error!r}")
@@ -318,7 +317,7 @@ class _TrainingRun:
             given_up=checks.given_up,
             misled=checks.misled,
             longest_step_s=checks.longest_step_s,
-            longest_pause_s=checks.longest_pause_s,
+            longest_pause_s=checks.quorums.longest_pause_s,
             faults=self._faults.counts,
         )
         if self._violations.count:

@@ -203,8 +203,10 @@ def test_growth_within_an_optimizer_is_detected(caplog: pytest.LogCaptureFixture
                 assert any(part in name for name in names), f"{part} is in none of {sorted(names)}"
             assert not violations.lines
             vars(vars(one.optimizer)["_history"])["forgotten"] = list(range(5_001))
+            await asyncio.sleep(10.0)
             checks.watch([one], 20.0)
             assert not violations.lines, "sizes are checked every half minute"
+            await asyncio.sleep(20.0)
             checks.watch([one], 40.0)
             assert [line.partition(": ")[2] for line in violations.lines] == [
                 "peer 0: _history.forgotten has 5001 entries, more than 5000"

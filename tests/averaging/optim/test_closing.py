@@ -21,7 +21,7 @@ OTHER = SeededIdentity(2).peer_id
 class History:
     """A history of whose electors this peer alone is a quorum."""
 
-    ahead, is_break, grid_rounds, has_begun = None, False, 1, True
+    ahead, is_break, grid_rounds, has_begun, may_commit_alone = None, False, 1, True, True
     root = SimpleNamespace(electors=(SeededIdentity(1).peer_id, OTHER))
 
     def seek_quorum(self, *_: Any) -> bool:
@@ -29,6 +29,9 @@ class History:
 
     def leave(self, proposal: None) -> bool:
         return True
+
+    def quorum_text(self) -> str:
+        return "this peer waits for its electors"
 
     def is_new(self, peer: PeerId, head: bytes) -> bool:
         return False
@@ -59,6 +62,7 @@ def closer(
         others=lambda: others,
         others_at_head=lambda: {peer: one for peer, one in others.items() if one.head == HEAD},
         voters=list,
+        refresh_age_s=lambda: 0.0,
         on_round=lambda peers: None,
         announce_full=lambda epoch: None,
     )
@@ -178,6 +182,18 @@ def test_the_next_attempt_knows_that_others_may_have_committed_the_last_one() ->
     closing = closer(HEAD, history=history, catch_up=catch_up, averager=SimpleNamespace(average=average))
     assert not closing.run_rounds(again=False).stepped
     assert begun == [False, True, True]
+
+
+def test_a_peer_whose_quorum_has_gone_meanwhile_does_not_step_alone() -> None:
+    """Another peer may say goodbye after a quorum was found with it and before it is known that a round has
+    nobody to begin with. The step would be a break without any grace.
+    """
+    history = History()
+    history.may_commit_alone = False
+    closing = closer(OTHER_HEAD, history=history)
+    outcome = closing.run_rounds(again=False)
+    assert not outcome.stepped
+    assert outcome.reason == history.quorum_text()
 
 
 @pytest.mark.parametrize("fails", ["the step", "the scheduler", ""])

@@ -135,6 +135,35 @@ def test_an_elector_of_which_nothing_was_heard_since_a_restart_is_waited_for() -
     asyncio.run(play())
 
 
+def test_a_restarted_peer_that_knows_nobody_continues_soon() -> None:
+    """A run of one machine is continued from its checkpoint, often as a new peer."""
+
+    async def play() -> None:
+        history = history_with(Calls(), knows=())
+        history.restore(Chain(head=HEAD, electors=(contact(2).peer_id,), certificates=()))
+        assert not history.seek_quorum((), 0.0, EPOCH_S)
+        assert history.seek_quorum((), 1.0, EPOCH_S)
+        assert history.is_break
+
+    asyncio.run(play())
+
+
+def test_a_peer_may_commit_alone_as_a_quorum_or_after_the_grace() -> None:
+    async def play() -> None:
+        history = history_with(Calls())
+        electors = (contact(1).peer_id, contact(2).peer_id, contact(3).peer_id)
+        history.restore(Chain(head=HEAD, electors=electors, certificates=()))
+        alive(history, 2, 3)
+        assert history.seek_quorum(electors[1:], 0.0, EPOCH_S)
+        assert not history.may_commit_alone, "the others, with which it is a quorum, may have gone"
+        for number in range(40):
+            history.seek_quorum((), 0.5 * number, EPOCH_S)
+        assert history.may_commit_alone
+        assert history_with(Calls()).may_commit_alone, "the first certificate needs no quorum"
+
+    asyncio.run(play())
+
+
 def alive(history: RunHistory, *numbers: int) -> None:
     for number in numbers:
         history.heard(contact(number), HEAD)
