@@ -85,7 +85,10 @@ def _mixture_row(kind: str, batch: int, seconds: list[float], calls: int) -> Row
         if is_bare and batch == BATCHES[-1]
         else None,
         limit="processor time: the trainer and four servers share the cores",
-        notes=(f"{calls} experts are called in a pass",),
+        notes=(
+            f"{calls} experts are called in a pass; the trainer calls `gc.freeze()` after its imports, as "
+            "docs/concepts/experts.md recommends",
+        ),
     )
 
 

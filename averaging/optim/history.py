@@ -206,8 +206,7 @@ class RunHistory:
         """Return whether this peer may try to commit: with the peers that are `present`, or after the grace,
         with a break. Call it every second or so while it may not.
 
-        `present`: peers that report the same head and vote; `now_s`: monotonic clock; `epoch_s`: how long an
-        epoch takes.
+        `present`: peers that report the same head and vote; `now_s`: monotonic clock; `epoch_s`: of an epoch.
         """
         with self._lock:
             lineage, present, self._epoch_s = self._lineage, set(present), epoch_s
@@ -218,7 +217,8 @@ class RunHistory:
                 self._is_break = False
                 return True
             missing = {*lineage.electors} - {self.own, *present, *self.removed, *lineage.goodbyes}
-            self.waits_briefly = all(map(self._heads.is_gone, missing))
+            knows_others = self._node.peers() or self._offers.introducers  # and may be cut off
+            self.waits_briefly = not knows_others or all(map(self._heads.is_gone, missing))
             self._is_break = may = lineage.may_break(now_s, epoch_s, refused=self.waits_briefly)
         if now_s - self._probed_s >= _PROBE_INTERVAL_S:
             self._probed_s = now_s

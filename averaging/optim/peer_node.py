@@ -15,6 +15,7 @@ from swarm.core.ids import Contact
 from swarm.core.presets import Timings
 from swarm.core.standing import PeerStanding
 from swarm.dht.service.dht_service import DhtService
+from swarm.net.peerbook import KnownPeer
 from swarm.net.rpc import Caller
 from swarm.runtime.waits import Waits
 
@@ -88,6 +89,10 @@ class PeerNode(Protocol):
     @property
     def network(self) -> HasLoop:
         """Return the network thread."""
+        ...
+
+    def peers(self) -> list[KnownPeer]:
+        """Return the peers that this node has met, or knew before."""
         ...
 
 

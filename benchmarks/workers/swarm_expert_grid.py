@@ -44,8 +44,8 @@ def main() -> None:
     with swarm.Node(bootstrap=bootstrap, listen="127.0.0.1:0") as node:
         if rank == 0:
             channel.publish("address", node.addresses[0])
+        keep_present_objects()  # as `swarm serve` does, and as docs/concepts/experts.md tells trainers to do
         if "experts" in configuration:
-            keep_present_objects()  # as `swarm serve` does
             with swarm.ExpertServer(node, hosted(configuration)):
                 channel.send("ready")
                 while True:

@@ -251,6 +251,7 @@ class ExpertCalls:
         deadline_s = _until(timeout_s)
         sent_without_inputs = {number for number, one in requests.items() if one.forward_reply.kept}
         encoding = codecs.or_else(next(iter(requests.values())).schema.codecs)
+        forgotten: list[int] = []
 
         def prepare(number: int) -> PreparedRequest:
             one = requests[number]
@@ -261,6 +262,18 @@ class ExpertCalls:
             prepared: PreparedRequest, reply: ExpertReply, found: list[torch.Tensor | None]
         ) -> BackwardReply:
             return BackwardReply(gradients=found, version=reply.version, wait_s=reply.wait_s)
+
+        def take(found: Mapping[int, BackwardReply | SwarmError]) -> None:
+            missing = [
+                number
+                for number, one in found.items()
+                if isinstance(one, _InputsForgotten) and number in sent_without_inputs
+            ]
+            if missing:
+                forgotten.extend(missing)
+                found = {number: one for number, one in found.items() if number not in missing}
+            if found:
+                on_replies(found)
 
         async def exchange(numbers: Sequence[int], on_some: OnBackward) -> None:
             takes_long = encoding_takes_long(
@@ -273,22 +286,10 @@ class ExpertCalls:
             prepared = await self._prepare(numbers, prepare, takes_long, on_some)
             await self._exchange(replica, prepared, reply_of, on_some, deadline_s)
 
-        async with asyncio.TaskGroup() as tasks:
-
-            def take(found: Mapping[int, BackwardReply | SwarmError]) -> None:
-                forgotten = [
-                    number
-                    for number, one in found.items()
-                    if isinstance(one, _InputsForgotten) and number in sent_without_inputs
-                ]
-                if forgotten:
-                    sent_without_inputs.difference_update(forgotten)
-                    found = {number: one for number, one in found.items() if number not in forgotten}
-                    tasks.create_task(exchange(forgotten, on_replies))
-                if found:
-                    on_replies(found)
-
-            await exchange(list(requests), take)
+        await exchange(list(requests), take)
+        if forgotten:  # mostly those of all requests: the server was restarted
+            sent_without_inputs.clear()
+            await exchange(forgotten, on_replies)
 
     async def forward(
         self,

@@ -91,13 +91,13 @@ class MergedRequests:
         is awaited with the answers as they come, by the numbers in `parts`, and with the errors of
         `Channels.call`: once for each request. `deadline_s` is a time of the event loop.
         """
-        if len(parts) > 1 and replica.peer_id in self._older:
+        if len(parts) == 1:
+            await self._send_message(replica, parts, deadline_s, on_answers)
+            return
+        if replica.peer_id in self._older:
             messages = [{number: part} for number, part in parts.items()]
         else:
             messages = shared_messages(parts)
-        if len(messages) == 1:
-            await self._send_message(replica, messages[0], deadline_s, on_answers)
-            return
         async with asyncio.TaskGroup() as tasks:
             for message in messages:
                 tasks.create_task(self._send_message(replica, message, deadline_s, on_answers))

@@ -117,7 +117,14 @@ def chunks(payloads: Sequence[TensorPayload]) -> Iterator[bytes]:
     parts: list[Buffer] = []
     size = 0
     for piece in payloads:
-        for payload in (piece.payload, _PADDING[: piece.padding_bytes]):
+        padding_bytes, end = piece.padding_bytes, size + len(piece.payload) + piece.padding_bytes
+        if end < CHUNK_BYTES:  # most tensors of a message with several requests
+            parts.append(piece.payload)
+            if padding_bytes:
+                parts.append(_PADDING[:padding_bytes])
+            size = end
+            continue
+        for payload in (piece.payload, _PADDING[:padding_bytes]):
             left = memoryview(payload).cast("B")
             while left:
                 part, left = left[: CHUNK_BYTES - size], left[CHUNK_BYTES - size :]

@@ -391,7 +391,7 @@ class ComputeThread:
         return "this server is leaving" if self._failure is None else str(self._failure)
 
     def _count(self, jobs: list[Job]) -> None:
-        count, samples = self.counts.setdefault(jobs[0].uid, Counts()), samples_of(jobs)
+        count, samples = self._counts_of(jobs[0].uid), samples_of(jobs)
         if jobs[0].is_backward:
             count.backward_requests += len(jobs)
             count.backward_samples += samples
@@ -401,11 +401,17 @@ class ComputeThread:
             count.forward_samples += samples
             count.forward_batches += 1
 
+    def _counts_of(self, uid: str) -> Counts:
+        count = self.counts.get(uid)
+        if count is None:
+            count = self.counts[uid] = Counts()
+        return count
+
     def _record(self, batch: _Batch, done: list[tuple[Job, Outcome]]) -> None:
         """Record a finished batch. Its computing time starts when the previous batch finished, or when it was
         taken, if that was later.
         """
-        count = self.counts.setdefault(batch.jobs[0].uid, Counts())
+        count = self._counts_of(batch.jobs[0].uid)
         for job, outcome in done:
             if outcome.failure:
                 count.failed_requests += 1

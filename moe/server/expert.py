@@ -20,7 +20,7 @@ from moe.server.devices import using
 from moe.server.learning import ExpertLearner, OptimizerFactory, ScheduleFactory, StepRefused
 from moe.server.logic.joint_counts import steps_due
 from moe.server.logic.lineage import CommonVersion, ExpertLineage
-from moe.server.norm_statistics import unchanged_statistics
+from moe.server.norm_statistics import norm_layers, unchanged_statistics
 from moe.server.schemas import schema_of
 from swarm.core.device import is_device_failure, is_out_of_memory, resolve_device
 from swarm.core.errors import UsageError
@@ -91,7 +91,7 @@ class Expert:
         self.called: Callable[..., Any] = self.module
         self.autocast = autocast
         self.schema = schema_of(module, self._call_module, tuple(sample_inputs), self.device)
-        self.clip_norm = clip_norm
+        self.clip_norm, self._norm_layers = clip_norm, norm_layers(self.module)
         self._learner = ExpertLearner(self.module, optimizer, schedule, clip_norm)
         self.version = 0  # counts optimizer steps and averages with replicas
         self._target_batch_size = 0
@@ -183,7 +183,7 @@ class Expert:
                 sizes = [len(passes[number][1][0]) for number in recomputed]
                 inputs = concatenate([passes[number][1] for number in recomputed])
                 gradients = self._concatenate_gradients([passes[number][2] for number in recomputed], sizes)
-                with torch.enable_grad(), unchanged_statistics(self.module):
+                with torch.enable_grad(), unchanged_statistics(self._norm_layers):
                     leaves = self._leaves(inputs)
                     outputs = self._outputs(leaves, sum(sizes))
                 input_gradients = self._differentiate(leaves, outputs, gradients)

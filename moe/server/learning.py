@@ -152,7 +152,7 @@ class ExpertLearner:
         """Make a step with the gradients of the masters."""
         if self.optimizer is None or all(master.grad is None for master in self.masters):
             return False
-        self._check_gradients()
+        norm = self._clip()
         undo = _UndoPoint(self.masters, self.optimizer)
         try:
             self.optimizer.step()
@@ -167,8 +167,9 @@ class ExpertLearner:
         rounded = [
             one for one, master in zip(self.parameters, self.masters, strict=True) if one is not master
         ]
-        if not all_finite([*self.masters, *rounded, *undo.statistics()]):
+        if not all_finite([norm, *self.masters, *rounded, *undo.statistics()]):  # the only wait for a device
             self._undo(undo)
+            _refuse_gradients(norm)
             raise StepRefused("the step would have left parameters that are not finite, so it was undone")
         if self.schedule is not None:
             self.schedule.step()
@@ -183,10 +184,10 @@ class ExpertLearner:
         before = undo.copies_of_parameters(len(self.masters))
         with torch.no_grad():
             change = _norm([master - old for master, old in zip(self.masters, before, strict=True)])
-            largest = self.update_norm_max * max(_norm(before), _NORM_MIN)
-            if change > largest:  # false for NaN, which is found below
+            factor = _factor(change, self.update_norm_max * _norm(before).clamp(min=_NORM_MIN))
+            if factor is not None:
                 for master, old in zip(self.masters, before, strict=True):
-                    master.copy_(torch.lerp(old, master, largest / change))
+                    master.copy_(torch.lerp(old, master, factor.to(master.dtype)))
 
     def averaged_tensors(self, module: torch.nn.Module) -> list[torch.Tensor]:
         """Return the tensors that replicas average: parameters (master weights where there are some) and
@@ -256,17 +257,24 @@ class ExpertLearner:
             named.append((name, tensor))
         self.load(encode_snapshot(header["epoch"], {**header, "state": {}}, named))
 
-    def _check_gradients(self) -> None:
-        """Clip the gradients of the masters. Raises StepRefused when they are not finite."""
+    def _clip(self) -> torch.Tensor:
+        """Clip the gradients of the masters, and return their norm before. Raises StepRefused when they are
+        not finite, if that is known without waiting for a device.
+        """
         gradients = [master.grad for master in self.masters if master.grad is not None]
-        norm = float(
-            torch.linalg.vector_norm(torch.stack([one.float() for one in torch._foreach_norm(gradients)]))
+        norm: torch.Tensor = torch.linalg.vector_norm(
+            torch.stack([one.float() for one in torch._foreach_norm(gradients)])
         )
-        if not math.isfinite(norm):
-            self.discard()
-            raise StepRefused("the gradients of its parameters are not finite, so the step was not made")
-        if self._clip_norm is not None and norm > self._clip_norm:
-            torch._foreach_mul_(gradients, self._clip_norm / norm)
+        if _is_on_host(norm):
+            try:
+                _refuse_gradients(norm)
+            except StepRefused:
+                self.discard()
+                raise
+        factor = _factor(norm, torch.full_like(norm, self._clip_norm)) if self._clip_norm else None
+        if factor is not None:
+            torch._foreach_mul_(gradients, factor)
+        return norm
 
     def _round(self) -> None:
         """Write the master weights into the module."""
@@ -346,8 +354,28 @@ def _copies_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return copies
 
 
-def _norm(tensors: list[torch.Tensor]) -> float:
-    return float(torch.nn.utils.get_total_norm(tensors)) if tensors else 0.0
+def _norm(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.nn.utils.get_total_norm(tensors)
+
+
+def _is_on_host(tensor: torch.Tensor) -> bool:
+    """Return whether a number can be read without waiting for a device."""
+    return tensor.device.type == "cpu"
+
+
+def _factor(norm: torch.Tensor, largest: torch.Tensor) -> torch.Tensor | None:
+    """Return the factor, at most 1, by which a vector of this norm gets no longer than `largest`; None when
+    it is short enough, if that is known without waiting for a device.
+    """
+    if _is_on_host(norm) and not bool(norm > largest):  # false for NaN, which is found later
+        return None
+    return (largest / norm).clamp(max=1.0)
+
+
+def _refuse_gradients(norm: torch.Tensor) -> None:
+    """Raise StepRefused when gradients of this norm are not finite."""
+    if not math.isfinite(float(norm)):
+        raise StepRefused("the gradients of its parameters are not finite, so the step was not made")
 
 
 def _master_of(parameter: torch.nn.Parameter) -> torch.nn.Parameter:

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
 
-@contextmanager
-def unchanged_statistics(module: torch.nn.Module) -> Iterator[None]:
+def norm_layers(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the layers of a module that may have running statistics."""
+    return [layer for layer in module.modules() if isinstance(layer, _NormBase)]
+
+
+def unchanged_statistics(layers: Sequence[torch.nn.Module]) -> AbstractContextManager[None]:
     """Restore the running statistics of batch and instance normalization layers at the end: a backward pass
     computes again a forward pass that has counted already. The layers still normalize by the batch where they
     are in training mode.
     """
-    buffers = [
-        buffer
-        for layer in module.modules()
-        if isinstance(layer, _NormBase) and layer.training
-        for buffer in layer.buffers(recurse=False)
-    ]
+    return _unchanged(layers) if layers else nullcontext()  # most experts have none
+
+
+@contextmanager
+def _unchanged(layers: Sequence[torch.nn.Module]) -> Iterator[None]:
+    buffers = [buffer for layer in layers if layer.training for buffer in layer.buffers(recurse=False)]
     before = [buffer.clone() for buffer in buffers]
     try:
         yield

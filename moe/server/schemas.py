@@ -9,7 +9,7 @@ import torch
 
 from moe.protocol.schema import ExpertSchema, Tree, flatten, unflatten
 from moe.server.devices import using
-from moe.server.norm_statistics import unchanged_statistics
+from moe.server.norm_statistics import norm_layers, unchanged_statistics
 from swarm.core.device import is_device_failure, is_out_of_memory
 from swarm.core.errors import UsageError
 
@@ -49,7 +49,7 @@ def schema_of(
         else one
         for one in tensors
     ]
-    with unchanged_statistics(module):
+    with unchanged_statistics(norm_layers(module)):
         return schema.with_shorter(_schema(call, tree, shorter, device))
 
 

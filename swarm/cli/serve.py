@@ -263,19 +263,19 @@ def _own_invite(choices: ServeChoices, own: Identity, offered: GridSpecification
     """
     if offered is None or offered.members != "invited":
         return []
+    if any(map(is_invite, choices.addresses)):
+        return []  # the grid is that of the invite, with which a file must agree
     if choices.file is None and choices.addresses and _is_of_another_owner(choices, own, offered):
         return []
     return [starting_invite(own, offered).text()]
 
 
 def _is_of_another_owner(choices: ServeChoices, own: Identity, offered: GridSpecification) -> bool:
-    """Return whether this user is invited, or the swarm has a grid of the offered name with another owner."""
+    """Return whether the swarm has a grid of the offered name with another owner."""
     from swarm.node import Node
     from swarm.run.directory import RunDirectory
     from swarm.run.signed import run_id_of
 
-    if any(map(is_invite, choices.addresses)):
-        return True
     with Node(bootstrap=choices.addresses, listen=None) as node:
         enter(node, choices.addresses)
         directory = RunDirectory(node.dht.service, clock=node.clock)

@@ -14,7 +14,7 @@ from moe.classes import ExpertSettings, expert_class, make
 from moe.classes.low_rank import ActivationSubspace
 from moe.protocol.codecs import WireCodecs
 from moe.server.expert import ComputationFailed, Expert
-from moe.server.norm_statistics import unchanged_statistics
+from moe.server.norm_statistics import norm_layers, unchanged_statistics
 from swarm.core.device import free_bytes, is_out_of_memory, resolve_device
 from swarm.core.errors import UsageError
 
@@ -196,7 +196,7 @@ def _compile(expert: Expert) -> None:
         ]
 
     try:
-        with unchanged_statistics(expert.module):
+        with unchanged_statistics(norm_layers(expert.module)):
             expert.forward(zeros(schema.input_leaves))
             if not expert.frozen:
                 expert.accumulate([(None, zeros(schema.input_leaves), zeros(schema.gradient_leaves))])

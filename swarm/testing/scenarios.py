@@ -24,10 +24,11 @@ from pathlib import Path
 import click
 
 from swarm.testing.chance import Chance
-from swarm.testing.checkers import CheckLimits, ConnectedSwarm, Ledger, Survival, Violations
+from swarm.testing.checkers import CheckLimits, ConnectedSwarm, Deadlines, Ledger, Survival, Violations
 from swarm.testing.dht_swarm import DhtSwarm
 from swarm.testing.faults import FaultConfig, Faults
 from swarm.testing.network import LinkConfig, SimulatedNetwork
+from swarm.testing.time_limits import watched_time_limits
 from swarm.testing.training_scenarios import (
     TRAININGS,
     ScenarioFigures,
@@ -128,7 +129,9 @@ def run_scenario(config: ScenarioConfig, print_line: Print = lambda text: None) 
         raise ValueError(f"no scenario {config.name!r}: there are {', '.join(SCENARIOS)}")
     with tempfile.TemporaryDirectory(prefix="swarm-sim-") as folder:
         try:
-            return run_virtual(_Run(config, print_line, Path(folder)).main())
+            run = _Run(config, print_line, Path(folder))
+            with watched_time_limits(run.deadlines):
+                return run_virtual(run.main())
         except ScenarioFailed:
             raise
         except BaseException as error:
@@ -151,6 +154,7 @@ class _Run:
         self._ledger = Ledger()
         work = WorkConfig(operations_per_s=config.operations_per_s, ttl_s=(120.0, 1800.0))
         self._work = Workload(self._swarm, self._ledger, self._violations, Chance(config.seed, "work"), work)
+        self.deadlines = Deadlines(self._violations)
         self._survival = Survival(self._ledger, self._work.authorship, self._violations, config.repair_s)
         self._limits = CheckLimits(self._violations, default_max=_TABLES_MAX)
         self._connected = ConnectedSwarm(self._violations)
@@ -216,7 +220,7 @@ class _Run:
             live = self._swarm.live
             self._survival.check(live, loop.time())
             self._limits.check(live, loop.time())
-            self._work.deadlines.check(loop.time())
+            self.deadlines.check(loop.time())
             for error in self._network.errors:
                 self._violations.add(loop.time(), f"a handler failed: {error!r}")
             self._network.errors.clear()

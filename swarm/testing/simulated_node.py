@@ -15,6 +15,7 @@ from swarm.core.clock import Clock
 from swarm.core.ids import Contact
 from swarm.core.presets import WAN, Timings
 from swarm.core.standing import PeerStanding
+from swarm.net.peerbook import KnownPeer
 from swarm.runtime.waits import ThreadWaits, Waits
 from swarm.testing.chance import Chance
 
@@ -64,3 +65,7 @@ class SimulatedNode:
     def contact(self) -> Contact:
         """Return this peer's present contact."""
         return self._own()
+
+    def peers(self) -> list[KnownPeer]:
+        """Return nobody: there is no peer book."""
+        return []

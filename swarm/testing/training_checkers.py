@@ -80,7 +80,7 @@ class TrainingChecks:
         """Samples trained = contributed + carried + dropped; what is contributed is in the average, and what
         certificates count is not carried.
         """
-        before = self._carried.get(one, 0 if one.checkpoint is None else None)
+        before = self._carried.get(one, one.restored)
         self._carried[one] = report.accumulated
         counted_elsewhere = self._counted_elsewhere(one, report)
         self.counted_elsewhere += counted_elsewhere

@@ -155,6 +155,14 @@ class TrainingPeer:
         return self.peer.index
 
     @property
+    def restored(self) -> int | None:
+        """Return how many samples it has carried over from its checkpoint; None: it is not known."""
+        if isinstance(self.checkpoint, bytearray):
+            return None
+        kept = self.checkpoint["optimizer"]["swarm"]["accumulated"] if self.checkpoint is not None else {}
+        return int(kept.get("samples", kept.get("total", 0) - kept.get("counted", 0)))
+
+    @property
     def overlaps(self) -> bool:
         """Return whether rounds run while training continues."""
         mode = self.config.mode

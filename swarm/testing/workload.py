@@ -13,7 +13,7 @@ from swarm.core.errors import SwarmError, UsageError
 from swarm.core.ids import Key
 from swarm.dht.logic.records import encode_value
 from swarm.testing.chance import Chance
-from swarm.testing.checkers import Authorship, Deadlines, Expiry, Ledger, RecordedWrite, Violations
+from swarm.testing.checkers import Authorship, Expiry, Ledger, RecordedWrite, Violations
 from swarm.testing.dht_swarm import DhtSwarm, SwarmMember
 from swarm.testing.virtual_loop import EPOCH_UNIX_S
 
@@ -51,7 +51,6 @@ class Workload:
         self.ledger = ledger
         self.counts = OperationCounts()
         self.authorship = Authorship(ledger, violations)
-        self.deadlines = Deadlines(violations)
         self._expiry = Expiry(violations)
         self._violations = violations
         self._swarm = swarm
@@ -86,9 +85,6 @@ class Workload:
         # the entry's expiration is by the writer's clock, hence within that clock's error of the true time
         expires_s = _now_s() + ttl_s + min(member.peer.clock.error_s, 0.0)
         write = self.ledger.begin(key, subkey, member.peer.peer_id, _now_s(), expires_s)
-        number = self.deadlines.begin(
-            f"store of entry {write.number} by {member.peer.index}", _now_s() + _TIMEOUT_S
-        )
         self.counts.stores += 1
         try:
             result = await member.service.store(
@@ -97,8 +93,6 @@ class Workload:
         except UsageError:  # its clock was ahead when it wrote before, and is not any more
             self.counts.stores_failed += 1
             return
-        finally:
-            self.deadlines.end(number, _now_s())
         # a single replica may die at any moment: an entry counts as stored when two hold it, if there are two
         if result.replicas >= min(2, len(self._swarm.live)) and member.peer.up:
             write.acknowledged_s = _now_s()
@@ -111,14 +105,10 @@ class Workload:
             return
         write = self._chance.choice(owned)
         self.ledger.replace(write.owner, _now_s())
-        number = self.deadlines.begin(
-            f"deletion of entry {write.number} by {member.peer.index}", _now_s() + _TIMEOUT_S
-        )
         self.counts.deletions += 1
         # the deletion begins with a read, which may remain unanswered
         with contextlib.suppress(SwarmError):
             await member.service.delete(write.key, subkey=write.subkey, timeout_s=_TIMEOUT_S)
-        self.deadlines.end(number, _now_s())
 
     async def read(self, member: SwarmMember) -> None:
         key = self._chance.choice(self._keys)
@@ -132,13 +122,10 @@ class Workload:
         """
         begun_s, begun_own_s = _now_s(), member.peer.clock.swarm_s()
         wanted = [write for write in self.ledger.living(begun_s) if write.key == key and not write.lost]
-        number = self.deadlines.begin(f"read of {key} by {member.peer.index}", begun_s + _TIMEOUT_S)
         try:
             entries = await member.service.get_all(key, timeout_s=_TIMEOUT_S)
         except SwarmError:
             return None
-        finally:
-            self.deadlines.end(number, _now_s())
         found = set()
         for entry in entries:
             write = self.authorship.entry(

@@ -39,6 +39,7 @@ def test_a_peer_that_waits_for_a_quorum_asks_each_elector_once_a_second() -> Non
             contact=OWN,
             channels=calls,
             network=SimpleNamespace(loop=asyncio.get_running_loop()),
+            peers=lambda: ELECTORS,
             standing=PeerStanding(),
             clock=clock,
         )

@@ -134,3 +134,22 @@ def test_a_peer_with_other_parameters_is_found(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(TrainingFailed, match="different parameters") as caught:
         run_training(TrainingScenario(seed=2, peers=3, hours=0.01, faults_s=30.0, kinds=("slow",)))
     assert str(caught.value).endswith("replay: make sim SEED=2 PEERS=3 HOURS=0.01 SCENARIO=training")
+
+
+@pytest.mark.simulation
+def test_samples_of_a_checkpoint_are_those_that_a_restarted_peer_carries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Regression test: they were not known, so that those which were in a round after the first step were
+    taken for samples that nobody had trained.
+    """
+    scenario = TrainingScenario(seed=11, peers=4, hours=0.02, chosen_mode="gradients-delayed")
+    assert run_training(scenario).faults["checkpoint"] == 1
+    load = GradientsMode.load_state_dict
+
+    def forgetful(mode: GradientsMode, state: dict[str, Any]) -> None:
+        load(mode, {**state, "samples": state["samples"] // 2})
+
+    monkeypatch.setattr(GradientsMode, "load_state_dict", forgetful)
+    with pytest.raises(TrainingFailed, match="samples were carried"):
+        run_training(scenario)

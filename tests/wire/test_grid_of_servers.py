@@ -53,6 +53,8 @@ def test_a_server_of_an_invited_grid_needs_its_invite_and_nothing_else(tmp_path:
         created = first.hear("serving")
         with serving(invite) as second:
             joined = second.hear("serving")
+        with serving(str(file), invite) as second:  # Regression: "these invites are to several runs"
+            assert second.hear("serving")["grid"] == created["grid"]
         with serving(created["grid"]) as again:  # by its name: this server cannot invite others
             named = again.hear("serving")
         assert named["address"].startswith("/ip4/127.0.0.1/tcp/")

@@ -21,12 +21,13 @@ from moe.protocol.calls import UNCOMPRESSED
 from moe.protocol.states import StateFetching
 from swarm.core.errors import SwarmError
 from swarm.core.identity import Identity
-from swarm.wire.expert_pb2 import ExpertRequest
+from swarm.wire.expert_pb2 import ExpertRequest, TensorHeader
 from tests.wire.expert_pair import UID, expert, network
 from tests.wire.inviting import invite_of
 
 HERE = "127.0.0.1:0"
 STEPS = 25
+SENDERS_MAX = 8
 TASK = torch.randn(16, 16, generator=torch.Generator().manual_seed(1))
 
 
@@ -69,6 +70,7 @@ class Attack:
 
     def __init__(self, node: swarm.Node, victim: swarm.Node, digest: bytes) -> None:
         self.node, self.victim, self.digest = node, victim, digest
+        self.senders = 0
         self.remote = swarm.RemoteExpert(node, str(UID), forward_timeout_s=5.0, backward_timeout_s=5.0)
 
     @property
@@ -106,6 +108,37 @@ class Attack:
                     tasks.create_task(forward([torch.zeros(64, 16)]))
 
         self.send(call())
+
+    def slow_senders(self) -> None:
+        """Announce the largest request that the expert takes, and send one byte of it."""
+        if self.senders == SENDERS_MAX:
+            return
+        self.senders += 1
+        size_bytes = 4096 * 16 * 4
+        request = ExpertRequest(
+            uid=str(UID),
+            schema_digest=self.digest,
+            batch=4096,
+            tensors=[TensorHeader(payload_bytes=size_bytes)],
+            payload_bytes=size_bytes,
+        )
+
+        async def begin() -> None:
+            sent = asyncio.Event()
+
+            async def announce() -> None:
+                opened = self.node.channels.open_stream(self.victim.contact, methods.EXCHANGE, timeout_s=20.0)
+                async with opened as stream:
+                    await stream.send(request.SerializeToString())
+                    await stream.send(b"x")
+                    sent.set()
+                    await asyncio.Event().wait()  # until the node closes
+
+            self.node.supervisor.spawn("a slow sender", announce)
+            async with asyncio.timeout(5.0):
+                await sent.wait()
+
+        self.send(begin())
 
     def states(self) -> None:
         async def fetch() -> None:

@@ -20,6 +20,7 @@ from moe.protocol.names import ExpertUid
 from moe.protocol.parts import PARTS_MAX, announced_bytes
 from moe.protocol.schema import ExpertSchema
 from moe.server.compute import ComputeThread
+from moe.server.hosting import HostingService
 from moe.server.jobs import Job
 from moe.server.pass_runner import PassRunner
 from swarm.core.errors import NetworkError, PeerError, SwarmError
@@ -149,6 +150,20 @@ async def forward_together(
     return found
 
 
+async def backward_together(
+    two: Pair, calls: ExpertCalls, replies: Mapping[str, ForwardReply], staleness_max: int | None = None
+) -> dict[str, Any]:
+    """Make the backward passes of these forward passes together, and return their replies, or errors."""
+    found: dict[int, Any] = {}
+    given = GradientPass([torch.ones(2, WIDTH)], [torch.ones(2, WIDTH)], staleness_max)
+    requests = {
+        number: BackwardRequest(ExpertUid.parse(uid), network_schema(two, uid), reply, given)
+        for number, (uid, reply) in enumerate(replies.items())
+    }
+    await calls.backward_all(two.replica, requests, found.update, timeout_s=10.0)
+    return {uid: found[number] for number, uid in enumerate(replies)}
+
+
 def network_schema(two: Pair, uid: str) -> ExpertSchema:
     """Return the schema of an expert, or for one that is not hosted that of another one."""
     experts = two.server.experts
@@ -202,23 +217,35 @@ def test_a_stale_part_is_not_applied_and_the_others_are(messages: list[tuple[int
         two.remote("ffn.1")(ones).sum().backward()  # somebody else's step
         messages.clear()
 
-        async def backward() -> dict[int, Any]:
-            found: dict[int, Any] = {}
-            given = GradientPass([ones], [ones], staleness_max=0)
-            requests = {}
-            for number, uid in enumerate(map(ExpertUid.parse, UIDS)):
-                schema = network_schema(two, str(uid))
-                requests[number] = BackwardRequest(uid, schema, replies[str(uid)], given)
-            await calls.backward_all(two.replica, requests, found.update, timeout_s=10.0)
-            return found
-
-        found = {UIDS[number]: one for number, one in two.run(backward()).items()}
+        found = two.run(backward_together(two, calls, replies, staleness_max=0))
         assert type(found["ffn.1"]) is ExpertStale
         assert all(found[uid].gradients[0].shape == (2, WIDTH) for uid in ("ffn.0", "ffn.2"))
         assert {uid: one.version for uid, one in two.server.statistics().experts.items()} == dict.fromkeys(
             UIDS, 1
         )
         assert [names for _, names in messages] == [["ffn.0", "ffn.2"]], "the stale one was refused before"
+
+
+def test_inputs_that_a_server_has_forgotten_are_sent_again_together(
+    messages: list[tuple[int, list[str]]],
+) -> None:
+    with pair(three()) as two:
+        calls = two.calls
+        replies = two.run(forward_together(two, calls, UIDS, keep=True))
+        assert all(reply.kept for reply in replies.values())
+
+        async def forget() -> None:
+            for uid in UIDS[1:]:
+                runner = two.host.service(HostingService).runner
+                runner.input_cache.drop(two.guest.peer_id, (replies[uid].request_id, uid))
+
+        two.host.network.run(forget(), 5.0)
+        messages.clear()
+        found = two.run(backward_together(two, calls, replies))
+        assert all(one.gradients[0].shape == (2, WIDTH) for one in found.values())
+        assert [names for _, names in messages] == [["ffn.0"], ["ffn.1", "ffn.2"]]
+        experts = two.server.statistics().experts
+        assert {uid: one.version for uid, one in experts.items()} == dict.fromkeys(UIDS, 1)
 
 
 def request_of(two: Pair, uid: str, number: int) -> ExpertRequest:

@@ -171,15 +171,18 @@ class ForwardCalls:
 
     async def _ask(self, attempt: _Attempt) -> None:
         """Send the requests of an attempt."""
-        opened = {number: self._open[number] for number in attempt.numbers}
-        hosts = {number: (one.call.uid, one.replicas[attempt.peer]) for number, one in opened.items()}
+        peer, opened = attempt.peer, self._open
+        hosts = {}
+        for number in attempt.numbers:
+            one = opened[number]
+            hosts[number] = (one.call.uid, one.replicas[peer])
         take = functools.partial(self._take, attempt, hosts)
         schemas, failed = await self._peers.schemas_of(hosts, self._deadline_s)
         if failed:
             take(failed)
         requests = {}
         for number, schema in schemas.items():
-            call = opened[number].call
+            call = self._calls[number]
             inputs = cast_to_schema(schema.input_leaves, call.inputs)
             requests[number] = ForwardRequest(call.uid, schema, inputs, call.keep)
         if requests:

@@ -54,27 +54,37 @@ class ReplicaPeers:
             by_digest.setdefault(replica.schema or number, []).append(number)
         schemas: dict[int, ExpertSchema] = {}
         failed: dict[int, SwarmError] = {}
-
-        async def ask(numbers: Sequence[int]) -> None:
-            for place, number in enumerate(numbers):
-                uid, replica = hosts[number]
-                timeout_s = deadline_s - self.clock.monotonic_s()
-                try:
-                    schema = await self.calls.schema_of(replica, uid, timeout_s=timeout_s)
-                except NetworkError as error:
-                    failed.update((other, copy.copy(error)) for other in numbers[place:])
-                    return
-                except SwarmError as error:  # this one is not there; others may be
-                    failed[number] = error
-                else:
-                    schemas.update(dict.fromkeys(numbers[place:], schema))
-                    return
-
-        if len(by_digest) == 1:
-            await ask(list(hosts))
+        work = [
+            self._ask_schema(numbers, hosts, deadline_s, schemas, failed) for numbers in by_digest.values()
+        ]
+        if len(work) == 1:
+            await work[0]
         else:
-            await run_together([ask(numbers) for numbers in by_digest.values()], _SCHEMAS_AT_ONCE)
+            await run_together(work, _SCHEMAS_AT_ONCE)
         return schemas, failed
+
+    async def _ask_schema(
+        self,
+        numbers: Sequence[int],
+        hosts: Mapping[int, tuple[ExpertUid, ExpertReplica]],
+        deadline_s: float,
+        schemas: dict[int, ExpertSchema],
+        failed: dict[int, SwarmError],
+    ) -> None:
+        """Add the schema that these experts share, or errors."""
+        for place, number in enumerate(numbers):
+            uid, replica = hosts[number]
+            timeout_s = deadline_s - self.clock.monotonic_s()
+            try:
+                schema = await self.calls.schema_of(replica, uid, timeout_s=timeout_s)
+            except NetworkError as error:
+                failed.update((other, copy.copy(error)) for other in numbers[place:])
+                return
+            except SwarmError as error:  # this one is not there; others may be
+                failed[number] = error
+            else:
+                schemas.update(dict.fromkeys(numbers[place:], schema))
+                return
 
     def record_failure(self, uid: ExpertUid, replica: ExpertReplica, error: SwarmError) -> None:
         now_s, peer = self.clock.monotonic_s(), replica.peer_id

@@ -8,6 +8,7 @@ call is one request, as long as its tensors fit into one.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import sys
 from collections import OrderedDict
@@ -78,34 +79,35 @@ class SplitCalls:
         """
         deadline_s = _now_s() + timeout_s
         call = functools.partial(self._calls.forward_all, replica, codecs=codecs)
-        async with asyncio.TaskGroup() as tasks:
+        in_parts: dict[int, ExpertRefused | None] = {
+            number: None for number, one in requests.items() if len(one.inputs[0]) > self._size(replica, one)
+        }
+        refused: dict[int, ExpertRefused | None] = {}
 
-            def cut(number: int, refusal: ExpertRefused | None) -> None:
-                work = self._forward_in_parts(call, replica, requests[number], refusal, deadline_s)
-                tasks.create_task(_pass_on(work, number, on_replies))
+        def take(found: Mapping[int, ForwardReply | SwarmError]) -> None:
+            refusals = {number: one for number, one in found.items() if isinstance(one, ExpertRefused)}
+            if refusals:
+                refused.update(refusals)
+                found = {number: one for number, one in found.items() if number not in refusals}
+            if found:
+                on_replies(found)
 
-            def take(found: Mapping[int, ForwardReply | SwarmError]) -> None:
-                refused = {number: one for number, one in found.items() if isinstance(one, ExpertRefused)}
-                for number, refusal in refused.items():
-                    cut(number, refusal)
-                if refused:
-                    found = {number: one for number, one in found.items() if number not in refused}
-                if found:
-                    on_replies(found)
+        async def cut(numbers: Mapping[int, ExpertRefused | None]) -> None:
+            async with asyncio.TaskGroup() as tasks:
+                for number, refusal in numbers.items():
+                    work = self._forward_in_parts(call, replica, requests[number], refusal, deadline_s)
+                    tasks.create_task(_pass_on(work, number, on_replies))
 
-            whole = {}
-            for number, one in requests.items():
-                try:
-                    size = self._size(replica, one)
-                except UsageError as error:
-                    on_replies({number: error})
-                    continue
-                if len(one.inputs[0]) <= size:
-                    whole[number] = one
-                else:
-                    cut(number, None)
-            if whole:
-                await call(whole, take, timeout_s=timeout_s)
+        if in_parts:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(cut(in_parts))
+                whole = {number: one for number, one in requests.items() if number not in in_parts}
+                if whole:
+                    await call(whole, take, timeout_s=timeout_s)
+        else:
+            await call(requests, take, timeout_s=timeout_s)
+        if refused:  # the server's limit was not known
+            await cut(refused)
 
     async def _forward_in_parts(
         self,
@@ -166,7 +168,10 @@ class SplitCalls:
 
     def _size(self, replica: ExpertReplica, request: ForwardRequest) -> int:
         """Return how many samples one request may have, as far as that is known."""
-        schema = request.schema.at(request.schema.length_of(request.inputs))
+        schema = request.schema
+        if schema.sequence_length:
+            with contextlib.suppress(UsageError):  # reported when the request is prepared
+                schema = schema.at(schema.length_of(request.inputs))
         return min(self._limits.get(replica.peer_id, sys.maxsize), _samples_that_fit(schema))
 
     async def _learn_limit(self, replica: ExpertReplica, uid: ExpertUid, timeout_s: float) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,14 +28,17 @@ def contact(number: int) -> Contact:
     return Contact(SeededIdentity(number).peer_id, (Address("127.0.0.1", 1000 + number),))
 
 
-def history_with(calls: Any, number: int = 1) -> RunHistory:
-    """Return the history of a peer, which calls other peers with `calls`, on the running loop."""
+def history_with(calls: Any, number: int = 1, *, knows: Sequence[int] = (2,)) -> RunHistory:
+    """Return the history of a peer, which calls other peers with `calls`, on the running loop. `knows`: the
+    peers that its node has met.
+    """
     node: Any = SimpleNamespace(
         contact=contact(number),
         channels=calls,
         network=SimpleNamespace(loop=asyncio.get_running_loop()),
         standing=PeerStanding(),
         clock=SystemClock(),
+        peers=lambda: [contact(one) for one in knows],
         dht=SimpleNamespace(
             service=SimpleNamespace(companions=SimpleNamespace(named_by=lambda run, introducers: []))
         ),

@@ -135,6 +135,19 @@ def test_an_elector_of_which_nothing_was_heard_since_a_restart_is_waited_for() -
     asyncio.run(play())
 
 
+def test_a_restarted_peer_that_knows_nobody_continues_soon() -> None:
+    """A run of one machine is continued from its checkpoint, often as a new peer."""
+
+    async def play() -> None:
+        history = history_with(Calls(), knows=())
+        history.restore(Chain(head=HEAD, electors=(contact(2).peer_id,), certificates=()))
+        assert not history.seek_quorum((), 0.0, EPOCH_S)
+        assert history.seek_quorum((), 1.0, EPOCH_S)
+        assert history.is_break
+
+    asyncio.run(play())
+
+
 def test_a_peer_may_commit_alone_as_a_quorum_or_after_the_grace() -> None:
     async def play() -> None:
         history = history_with(Calls())
