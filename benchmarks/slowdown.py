@@ -1,7 +1,7 @@
 """How much averaging in the background slows down training steps.
 
-A trainer averages with a partner that hardly computes, while one processor core is idle; and again on one core alone,
-which its training shares with everything that averaging does.
+A trainer averages with a partner that hardly computes, while one processor core is idle; and again on one
+core alone, which its training shares with everything that averaging does.
 """
 
 from __future__ import annotations
