@@ -173,9 +173,9 @@ LIMITED_BY: dict[str, str] = {
     "experts-large": _EXPERT_LARGE,
     "experts-train": _EXPERT_PASS,
     "experts-256-nop-512": (
-        "processor time, 0.19 s of all processes for a step (0.24 before calls were made together and the "
-        "trainer kept torch's objects out of garbage collection): 0.07 s at the trainer, 0.12 s at the four "
-        "servers. Two cores need 0.1 s for that if neither ever waits. A quarter of the trainer's network "
+        "processor time, 0.18 s of all processes for a step (0.24 before calls were made together and the "
+        "trainer kept torch's objects out of garbage collection): 0.07 s at the trainer, 0.11 s at the four "
+        "servers. Two cores need 0.09 s for that if neither ever waits. A quarter of the trainer's network "
         "thread is encryption and sockets, 8 MB a step; the rest is spread over Python and small operations "
         "of torch, 30 µs to prepare and read a call and 0.17 ms to serve it, without a single large part."
     ),

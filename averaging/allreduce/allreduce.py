@@ -232,7 +232,8 @@ class AllReduce:
         size_bytes = codec.encoded_bytes(numel)
         alone = len(group.members) == 1
         shares = [1.0] if alone else shares_of(group.members, size_bytes, group.reducers)
-        chunk_bytes = chunk_bytes_for([member.bandwidth for member in group.members], config.chunk_bytes)
+        bandwidths = [member.bandwidth for member in group.members]
+        chunk_bytes = chunk_bytes_for(bandwidths, size_bytes, config.chunk_bytes)
         plan = plan_chunks(numel, shares, codec, chunk_bytes)
         if not any(member.weight > 0 for member in group.members):
             raise UsageError("nobody in this group contributes: all weights are 0")

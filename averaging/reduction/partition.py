@@ -24,7 +24,10 @@ CHUNKS_MAX = 1 << 24
 # MB.
 CHUNK_ELEMENTS_MAX = 1 << 21
 CHUNK_S = 0.02
-CHUNK_BYTES_SMALL = 64 << 10  # a header and a message cost as much as some kilobytes
+HOME_BYTES_PER_S = 25e6  # links up to this speed are slow enough, and often distant, for small chunks to pay
+CHUNK_S_HOME = 0.003
+CHUNKS_ENOUGH = 16  # more in a shard overlap hardly better
+CHUNK_BYTES_SMALL = 32 << 10  # a header and a message cost as much as some kilobytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,16 +121,21 @@ def plan_chunks(numel: int, shares: Sequence[float], codec: Codec, chunk_bytes: 
     return Plan(numel, tuple(chunks), len(shares))
 
 
-def chunk_bytes_for(bandwidths: Sequence[float], chunk_bytes: int) -> int:
+def chunk_bytes_for(bandwidths: Sequence[float], size_bytes: int, chunk_bytes: int) -> int:
     """Return the size of chunks, at most `chunk_bytes`, for a group with these upload bandwidths in bytes/s
-    (0.0 for members that do not reduce).
+    (0.0 for members that do not reduce) and an encoded vector of `size_bytes`.
 
     The average of a chunk leaves when the whole chunk is there, and the last one when everything else has
-    been sent, so smaller chunks overlap more on slow links. On the slowest link of the group a chunk takes
-    about CHUNK_S, but no chunk is smaller than CHUNK_BYTES_SMALL for that reason.
+    been sent, so smaller chunks overlap more on slow links, and cost more processor time. On the slowest link
+    of the group a chunk takes at most CHUNK_S, and on one of a home about CHUNK_S_HOME, unless a shard would
+    be cut into more than CHUNKS_ENOUGH.
     """
-    slowest = min((bandwidth for bandwidth in bandwidths if bandwidth > 0.0), default=math.inf)
-    return int(min(chunk_bytes, max(slowest * CHUNK_S, CHUNK_BYTES_SMALL)))
+    announced = [bandwidth for bandwidth in bandwidths if bandwidth > 0.0]
+    slowest, shard_bytes = min(announced, default=math.inf), size_bytes / max(len(announced), 1)
+    size = slowest * CHUNK_S
+    if slowest <= HOME_BYTES_PER_S:
+        size = min(size, max(slowest * CHUNK_S_HOME, shard_bytes / CHUNKS_ENOUGH))
+    return int(min(chunk_bytes, max(size, CHUNK_BYTES_SMALL)))
 
 
 def _edge(start: int, stop: int, nth: int, count: int) -> int:

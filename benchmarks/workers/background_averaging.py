@@ -5,6 +5,7 @@ The partner computes almost nothing.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -116,6 +117,8 @@ def main() -> None:
     channel = WorkerChannel()
     settings: dict[str, Any] = channel.configuration
     torch.set_num_threads(1)
+    if settings["cores"] == 1:  # one for the trainer, another one for its partner
+        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[settings["rank"]]})
     bootstrap = [] if settings["rank"] == 0 else [channel.published("address")]
     with swarm.Node(bootstrap=bootstrap, listen="127.0.0.1:0") as node:
         if settings["rank"] == 0:

@@ -58,14 +58,11 @@ class LimitedMethod:
 
     owner: type
     name: str
+    text: str  # both, for people
     function: Callable[..., Any]
     argument: str  # that holds the limit
     place: int | None  # of this argument; None: it is passed by keyword only
     default: Any
-
-    @property
-    def text(self) -> str:
-        return f"{self.owner.__name__}.{self.name}"
 
     def end_s(self, arguments: tuple[Any, ...], options: dict[str, Any], now_s: float) -> float:
         """Return when a call with these arguments must have ended; infinity: it has no limit."""
@@ -89,8 +86,10 @@ def limited_methods(classes: Iterable[type] = LIMITED) -> list[LimitedMethod]:
                 if parameter.name in _ENDS_S:
                     is_named = parameter.kind is parameter.KEYWORD_ONLY
                     default = None if parameter.default is parameter.empty else parameter.default
-                    method = (owner, name, function, parameter.name, None if is_named else place, default)
-                    found.append(LimitedMethod(*method))
+                    text, position = f"{owner.__name__}.{name}", None if is_named else place
+                    found.append(
+                        LimitedMethod(owner, name, text, function, parameter.name, position, default)
+                    )
                     break
     return found
 
@@ -104,18 +103,36 @@ def watched_time_limits(deadlines: Deadlines, classes: Iterable[type] = LIMITED)
         yield
 
 
+class _Operation:
+    """One call, from its beginning to its end. Written out, because a simulation makes thousands a second."""
+
+    __slots__ = ("_deadlines", "_loop", "_number")
+
+    def __init__(
+        self,
+        method: LimitedMethod,
+        deadlines: Deadlines,
+        arguments: tuple[Any, ...],
+        options: dict[str, Any],
+    ) -> None:
+        self._deadlines = deadlines
+        self._loop = asyncio.get_running_loop()  # what is left of killed processes ends after it was closed
+        end_s = method.end_s(arguments, options, self._loop.time())
+        self._number = deadlines.begin(method.text, end_s)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        self._deadlines.end(self._number, self._loop.time())
+
+
 def _watched(method: LimitedMethod, deadlines: Deadlines) -> Callable[..., Any]:
     """Return the method with its calls reported: a coroutine, an asynchronous context or a blocking call."""
     function = method.function
 
-    @contextlib.contextmanager
-    def operation(arguments: tuple[Any, ...], options: dict[str, Any]) -> Iterator[None]:
-        loop = asyncio.get_running_loop()  # what is left of killed processes ends after it was closed
-        number = deadlines.begin(method.text, method.end_s(arguments, options, loop.time()))
-        try:
-            yield
-        finally:
-            deadlines.end(number, loop.time())
+    def operation(arguments: tuple[Any, ...], options: dict[str, Any]) -> _Operation:
+        return _Operation(method, deadlines, arguments, options)
 
     @functools.wraps(function)
     async def coroutine(*arguments: Any, **options: Any) -> Any:

@@ -138,9 +138,14 @@ def test_chunks_need_bounded_working_space(codec: str) -> None:
 
 
 def test_chunks_are_small_where_a_link_is_slow() -> None:
-    assert chunk_bytes_for([125e6, 125e6], 1 << 20) == 1 << 20
+    mib = 1 << 20
+    assert chunk_bytes_for([125e6, 125e6], 64 * mib, mib) == mib
     # a member that does not reduce has announced no speed
-    assert chunk_bytes_for([125e6, 0.0], 1 << 20) == 1 << 20
-    assert CHUNK_BYTES_SMALL < chunk_bytes_for([125e6, 12.5e6], 1 << 20) < 1 << 20
-    assert chunk_bytes_for([125e6, 1.0], 1 << 20) == CHUNK_BYTES_SMALL
-    assert chunk_bytes_for([1.0], 4096) == 4096
+    assert chunk_bytes_for([125e6, 0.0], 64 * mib, mib) == mib
+    assert chunk_bytes_for([125e6, 40e6], mib, mib) == 800_000
+    # 100 Mbit/s: 3 ms of it, and in a large vector a 16th of a shard, at most 20 ms
+    assert chunk_bytes_for([125e6, 12.5e6], mib, mib) == 37_500
+    assert chunk_bytes_for([125e6, 12.5e6], 4 * mib, mib) == 4 * mib // 2 // 16
+    assert chunk_bytes_for([125e6, 12.5e6], 64 * mib, mib) == 250_000
+    assert chunk_bytes_for([125e6, 1.0], mib, mib) == CHUNK_BYTES_SMALL
+    assert chunk_bytes_for([1.0], 64 * mib, 4096) == 4096
