@@ -183,7 +183,8 @@ LIMITED_BY: dict[str, str] = {
         f"slowdown-streaming-{cores}": (
             "by the processor time of the trainer's own thread, two thirds of it are work there (the outer "
             "step, copies of fragments); the rest waits for the interpreter's lock, or for the core where "
-            "there is one. Rounds are far more frequent here than in use: two a second, ten training steps apart."
+            "there is one. Rounds are far more frequent here than in use: two a second, ten training steps "
+            "apart."
         )
         for cores in ("1-core", "2-cores")
     },
