@@ -179,6 +179,15 @@ LIMITED_BY: dict[str, str] = {
         "thread is encryption and sockets, 8 MB a step; the rest is spread over Python and small operations "
         "of torch, 30 µs to prepare and read a call and 0.17 ms to serve it, without a single large part."
     ),
+    **{
+        f"slowdown-streaming-{cores}": (
+            "by the processor time of the trainer's own thread, two thirds of it are work there (the outer "
+            "step, copies of fragments); the rest waits for the interpreter's lock, or for the core where "
+            "there is one. Rounds are far more frequent here than in use: two a second, ten training steps "
+            "apart."
+        )
+        for cores in ("1-core", "2-cores")
+    },
     "state-1-donor": _STATE_MOVED,
     "state-3-donors": _STATE_MOVED,
     "convergence-bytes-diloco-int2-with-error-feedback": _STALE_FEEDBACK,

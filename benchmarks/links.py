@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -121,8 +121,10 @@ SCENARIOS = (
 )
 
 
-def rows(setting: Setting) -> Iterator[list[Row]]:
-    """Measure all scenarios, codec by codec. Where links cannot be emulated, print why and yield nothing."""
+def rows(setting: Setting, figures: Collection[str] = ()) -> Iterator[list[Row]]:
+    """Measure these scenarios (all, if none is named), codec by codec. Where links cannot be emulated, print
+    why and yield nothing.
+    """
     problem = why_not()
     if problem is not None:
         setting.say(f"links: left out: {problem}")
@@ -130,6 +132,8 @@ def rows(setting: Setting) -> Iterator[list[Row]]:
     until_s = time.monotonic() + TOTAL_S
     gone = set() if setting.hivemind is not None else {HIVEMIND}  # systems that completed no round
     for scenario in SCENARIOS:
+        if figures and scenario.identifier not in figures:
+            continue
         for codec in scenario.codecs:
             others = [name for name in scenario.beside.get(codec, ()) if name not in gone]
             if others and time.monotonic() > until_s:

@@ -138,7 +138,11 @@ _EXPERTS: dict[str, Callable[[Setting], list[Row]]] = {
 
 SECTIONS = {
     "allreduce": Section(rows=_allreduce, compared=True),
-    "links": Section(rows=lambda request: links.rows(request.setting), compared=True),
+    "links": Section(
+        rows=lambda request: links.rows(request.setting, request.figures),
+        compared=True,
+        figures=[scenario.identifier for scenario in links.SCENARIOS],
+    ),
     "groups": Section(
         rows=_once(lambda request: group_formation.rows(request.setting, rounds=5)), compared=True
     ),
