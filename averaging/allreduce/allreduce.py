@@ -53,7 +53,7 @@ from averaging.history.round_lineage import RoundLineage
 from averaging.matchmaking.logic.group import Group
 from averaging.reduction.audit import Notary
 from averaging.reduction.averages import Averages, ResultBuffer
-from averaging.reduction.balance import shares_of
+from averaging.reduction.balance import shares_of, speeds_of
 from averaging.reduction.feedback import NO_SHARD, Feedback, FeedbackRound, Shard
 from averaging.reduction.framing import unpack
 from averaging.reduction.partition import chunk_bytes_for, plan_chunks
@@ -232,8 +232,8 @@ class AllReduce:
         size_bytes = codec.encoded_bytes(numel)
         alone = len(group.members) == 1
         shares = [1.0] if alone else shares_of(group.members, size_bytes, group.reducers)
-        bandwidths = [member.bandwidth for member in group.members]
-        chunk_bytes = chunk_bytes_for(bandwidths, size_bytes, config.chunk_bytes)
+        speeds = speeds_of(group.members, group.reducers)
+        chunk_bytes = chunk_bytes_for(speeds, size_bytes, config.chunk_bytes)
         plan = plan_chunks(numel, shares, codec, chunk_bytes)
         if not any(member.weight > 0 for member in group.members):
             raise UsageError("nobody in this group contributes: all weights are 0")

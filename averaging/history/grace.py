@@ -10,7 +10,8 @@ from typing import Final
 # longer than most network interruptions, and than the detection of failed peers takes
 GRACE_S_MIN: Final = 15.0
 GRACE_S_MAX: Final = 60.0
-# grace if the hosts of all missing electors refuse connections, because their processes have ended
+# grace if the hosts of all missing electors refuse connections, because their processes have ended, or if
+# this process knows of no other peer
 _REFUSED_S: Final = 1.0
 # Part of the grace that may pass between two calls: a suspended machine does not wait.
 _AWAKE_S_MAX: Final = 2.0

@@ -69,7 +69,7 @@ def shares_of(
             down=member.bandwidth,
             contributes=member.weight > 0.0,
             receives=not member.auxiliary,
-            reduces=can_dial(member) and (reducers is None or member.peer_id in reducers),
+            reduces=_may_reduce(member, reducers),
             is_set=member.bandwidth_is_set,
         )
         for member in members
@@ -85,6 +85,17 @@ def shares_of(
     return shares(
         [replace(load, reduces=load.reduces and place in chosen) for place, load in enumerate(loads)]
     )
+
+
+def speeds_of(members: Sequence[Member], reducers: Collection[PeerId] | None = None) -> list[float]:
+    """Return the announced bandwidths, in bytes/s, of the members that may reduce; what others announce
+    decides nothing. `reducers`: as in `shares_of`.
+    """
+    return [member.bandwidth for member in members if _may_reduce(member, reducers)]
+
+
+def _may_reduce(member: Member, reducers: Collection[PeerId] | None) -> bool:
+    return can_dial(member) and (reducers is None or member.peer_id in reducers)
 
 
 def shares(members: Sequence[ReducerLoad]) -> list[float]:

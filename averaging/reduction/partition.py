@@ -122,8 +122,8 @@ def plan_chunks(numel: int, shares: Sequence[float], codec: Codec, chunk_bytes: 
 
 
 def chunk_bytes_for(bandwidths: Sequence[float], size_bytes: int, chunk_bytes: int) -> int:
-    """Return the size of chunks, at most `chunk_bytes`, for a group with these upload bandwidths in bytes/s
-    (0.0 for members that do not reduce) and an encoded vector of `size_bytes`.
+    """Return the size of chunks, at most `chunk_bytes`, for a group whose members that may reduce have these
+    upload bandwidths in bytes/s (others: left out, or 0.0), and an encoded vector of `size_bytes`.
 
     The average of a chunk leaves when the whole chunk is there, and the last one when everything else has
     been sent, so smaller chunks overlap more on slow links, and cost more processor time. On the slowest link

@@ -123,7 +123,7 @@ class MergedRequests:
             await self._exchange(replica, parts, deadline_s, pass_on)
         except _OlderServer:
             is_older = True
-        except (PeerError, NetworkError) as error:
+        except SwarmError as error:
             await pass_on(MessageAnswers(list(unanswered), error=error))
         finally:
             self._slots.leave(peer, len(unanswered))

@@ -168,12 +168,12 @@ class PassRunner:
             try:
                 tensors = _read(admitted, own, is_finite)
                 begun = self._earlier(admitted)
+                if begun is None:
+                    begun = self._register(admitted, tensors)
+                    new.append(begun)
             except RequestRefused as refusal:
                 outcomes.put(number, refusal)
                 continue
-            if begun is None:
-                begun = self._register(admitted, tensors)
-                new.append(begun)
             if isinstance(begun, Outcome):
                 outcomes.put(number, begun)
             else:
@@ -332,16 +332,20 @@ class PassRunner:
             by_thread.setdefault(pending.hosted.compute, []).append(pending)
         refused = []
         for compute, own in by_thread.items():
+            # before the computing thread has the jobs, since a module may write into its inputs
+            snapshots = [
+                KeptInputs.snapshot(one.job) if one.job.keep and not one.job.is_backward else None
+                for one in own
+            ]
             reasons = compute.offer([pending.job for pending in own], wake=wake)
-            for pending, reason in zip(own, reasons, strict=True):
+            for pending, kept, reason in zip(own, snapshots, reasons, strict=True):
                 job = pending.job
                 if reason:
                     refusal = request_overloaded(pending.hosted, reason)
                     self._forget(pending)
                     pending.settle(refusal)
                     refused.append(refusal)
-                elif job.keep and not job.is_backward:
-                    kept = KeptInputs.snapshot(job)
+                elif kept is not None:
                     self.input_cache.put(job.caller, (job.pass_id[1], job.uid), kept, kept.size_bytes)
         return refused
 

@@ -47,13 +47,15 @@ def choose_places(
     free: set[ExpertUid] = set()
     sizes = [one.count for one in patterns]
     for _ in range(_DRAWS_PER_PLACE_MAX * count):
+        if len(free) == count:
+            break
         (grid,) = rng.choices(patterns, sizes)
         uid = ExpertUid(grid.block, tuple(rng.choice(dimension) for dimension in grid.dimensions))
         if not load.get(uid):
             free.add(uid)
-        if len(free) == count:
-            return sorted(free)
-    raise UsageError(f"{', '.join(map(str, patterns))} has hardly any free places: choose a larger grid")
+    if len(free) < count:
+        raise UsageError(f"{', '.join(map(str, patterns))} has hardly any free places: choose a larger grid")
+    return sorted(free)
 
 
 def first_places(

@@ -16,6 +16,7 @@ from moe.server.logic.placement import GridLoad, Placement, choose_needed
 from swarm.core.ids import PeerId
 
 _TURN_S: Final = 3.7  # between the declarations of two servers
+_LOST_S_MAX: Final = 3600.0  # a stage that no server has taken by then stays lost
 
 
 @dataclass
@@ -90,10 +91,12 @@ class PlacedPipeline:
                 self.join()
 
     def lose(self, stage: ExpertUid) -> float:
-        """Let all servers of a stage fail at once, and return the seconds until it has one again."""
+        """Let all servers of a stage fail at once, and return the seconds until it has one again, at most an
+        hour.
+        """
         self.servers = [one for one in self.servers if one.stage != stage]
         begun_s = self.now_s
-        while not self.rate():
+        while not self.rate() and self.now_s - begun_s < _LOST_S_MAX:
             self.second()
         return self.now_s - begun_s
 

@@ -126,3 +126,11 @@ def test_a_server_that_was_killed_takes_its_experts_again(saved: bool) -> None:
     assert first_places([grid], load, own, 2, kept, rng) == names[:2]
     assert first_places([grid], load, own, 4, kept, rng) == names
     assert first_places([grid], {uid: {other: 0.9} for uid in names}, own, 4, kept, rng) == names
+
+
+def test_a_server_of_a_huge_grid_takes_the_experts_of_its_checkpoints_again() -> None:
+    """Regression: if it had all of its experts, it was told that the grid has hardly any free places."""
+    grid, own = ExpertGrid.parse("ffn.[0:4096].[0:4096]"), PeerId(bytes(32))
+    saved = [ExpertUid("ffn", (number, number)) for number in range(3)]
+    assert first_places([grid], {}, own, 3, saved, random.Random(1)) == saved
+    assert set(first_places([grid], {}, own, 4, saved, random.Random(1))) > set(saved)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -131,5 +132,28 @@ def test_only_the_backward_passes_without_a_reply_are_repeated_and_the_others_co
         assert [type(found[number]) for number in range(3)] == [BackwardReply, BackwardReply, ExpertFailed]
         assert scripted.together == [(PEERS[0], 3), (PEERS[0], 1)]
         assert came_s == {0: 0.0, 1: pytest.approx(0.05), 2: 0.0}
+
+    run_virtual(scenario())
+
+
+def test_backward_passes_are_not_repeated_when_they_fail_while_they_are_cancelled() -> None:
+    """Regression: the error of the attempt to repeat them replaced the cancellation."""
+
+    class Broken(Scripted):
+        async def backward_all(self, *arguments: Any, **settings: Any) -> None:
+            _, requests, on_replies = arguments
+            try:
+                await super().backward_all(*arguments, **settings)
+            finally:
+                on_replies({number: NetworkError("the connection broke") for number in requests})
+
+    async def scenario() -> None:
+        calls = calls_of(Broken(backward=[5.0] * 9))
+        results = [forward_result(), replace(forward_result(), replica=REPLICAS[1])]
+        passes = [(one, GradientPass(INPUTS, INPUTS)) for one in results]
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await calls.backward_all(passes, lambda replies: None, deadline_s=60.0, codecs=UNCOMPRESSED)
+        assert len(asyncio.all_tasks()) == 1
 
     run_virtual(scenario())

@@ -172,3 +172,28 @@ def test_a_reducer_that_reports_clipping_to_some_members_only_is_outvoted(
     assert not any(outcome.failed for outcome in kept), [outcome.reason for outcome in kept]
     assert len({outcome.digest for outcome in kept}) == 1
     assert not any(outcome.clipped for outcome in kept)
+
+
+def bytes_sent(stranger_bytes_per_s: float) -> list[int]:
+    """Return what each member sends in a round of three electors and a stranger that announces this speed."""
+    network = SimulatedNetwork(4)
+    peers = [network.peer() for _ in range(4)]
+    speeds = [125e6] * 3 + [stranger_bytes_per_s]
+    group = Group(
+        group_id=random.Random(5).randbytes(32),
+        members=tuple(
+            Member(contact=peer.contact, weight=1.0, bandwidth=speed)
+            for peer, speed in zip(peers, speeds, strict=True)
+        ),
+        codec="float32",
+        gathered=(b"",) * len(peers),
+        reducers=frozenset(peer.peer_id for peer in peers[:3]),
+    )
+    outcomes = run_virtual(run_round(network, group, draw(len(peers)), timeout_s=30.0, config=RoundConfig()))
+    assert not any(outcome.failed for outcome in outcomes)
+    return [outcome.bytes_sent for outcome in outcomes]
+
+
+def test_a_stranger_that_announces_a_slow_link_does_not_make_all_chunks_small() -> None:
+    """Each further chunk costs everybody a header and a message."""
+    assert bytes_sent(1.0) == bytes_sent(125e6)

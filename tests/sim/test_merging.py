@@ -14,7 +14,7 @@ from moe.protocol.declarations import ExpertReplica
 from moe.protocol.merging import MergedRequests, MessageAnswers, Part, shared_messages
 from moe.protocol.parts import PARTS_BYTES_MAX, PARTS_MAX, announced_bytes, cut, parts_of
 from moe.protocol.tensors import TensorPayload
-from swarm.core.errors import NetworkError, PeerError, SwarmError
+from swarm.core.errors import NetworkError, PeerError, SwarmError, UsageError
 from swarm.core.ids import Address, Contact
 from swarm.net.channels import Channels
 from swarm.net.rpc import copy_into
@@ -244,6 +244,23 @@ def test_each_request_gets_the_error_of_its_message() -> None:
         found = await Server(fail).ask("ffn.a", "ffn.b")
         assert all(isinstance(error, NetworkError) for error in found.values())
         assert {str(error) for error in found.values()} == {"the connection broke"}
+
+    run(scenario())
+
+
+def test_each_request_to_a_peer_that_cannot_be_called_gets_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a mixture failed, in a group of errors, when its own node hosted one of its experts."""
+
+    @contextlib.asynccontextmanager
+    async def refuse(*_: object, **options: object) -> AsyncIterator[ServerStream]:
+        raise UsageError("a peer does not call itself")
+        yield
+
+    async def scenario() -> None:
+        server = Server()
+        monkeypatch.setattr(server, "open_stream", refuse)
+        found = await server.ask("ffn.a", "ffn.b")
+        assert all(isinstance(error, UsageError) for error in found.values())
 
     run(scenario())
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -166,3 +168,38 @@ def test_wrong_arguments_raise_usage_errors(swarm: ExpertSwarm) -> None:
             layer(x)
     with pytest.raises(UsageError, match="1 input tensors, not 2"):
         layer_of(swarm)(torch.zeros(2, WIDTH), torch.zeros(2, WIDTH))  # these experts take one input
+
+
+def at_the_end(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return calls whose replies all come when they are cancelled."""
+
+    async def made(what: Any, on_replies: Any, **settings: Any) -> None:
+        found: dict[int, Any] = {}
+        try:
+            await call(what, found.update, **settings)
+            await asyncio.sleep(1e6)
+        finally:
+            on_replies(found)
+
+    return made
+
+
+def test_a_reply_that_comes_when_a_pass_ends_is_not_counted_as_failed(
+    swarm: ExpertSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: it was both in the report's `answered` and in its `failed`, and the replica was avoided."""
+    servers = serve_rows(swarm)
+    layer = layer_of(swarm, forward_timeout_s=1.0, backward_timeout_s=1.0)
+    calls = swarm.node.service(ReplicaCalls.from_node)
+    for name in ("forward_all", "backward_all"):
+        monkeypatch.setattr(calls, name, at_the_end(getattr(calls, name)))
+    output_of(layer, batch()).sum().backward()  # type: ignore[no-untyped-call]
+    for report in (layer.last_forward, layer.last_backward):
+        assert report is not None
+        assert set(report.answered) == set(report.asked)
+        assert not report.failed
+    assert not any(
+        calls.stats.why_avoided(str(uid), server.peer.peer_id, swarm.now_s)
+        for server in servers
+        for uid in server.modules
+    )

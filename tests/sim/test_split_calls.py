@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from moe.client.remote import RemoteExpert
 from moe.client.replicas.calling import ReplicaCalls
+from moe.client.replicas.splitting import SplitCalls
+from moe.protocol.calls import ExpertCalls, ForwardReply, ForwardRequest
 from moe.protocol.errors import ExpertRefused
-from swarm.core.errors import DeadlineExceeded, NotEnoughPeers
+from swarm.core.errors import DeadlineExceeded, NotEnoughPeers, SwarmError
 from swarm.testing.expert_swarm import ExpertSwarm
+from swarm.testing.virtual_loop import run_virtual
 from tests.sim.mixture_scenarios import (
     MODULES,
     assert_close,
@@ -23,6 +29,7 @@ from tests.sim.mixture_scenarios import (
     output_of,
     serve_rows,
 )
+from tests.sim.scripted_experts import REPLICAS, SCHEMA, UID
 
 NAME = "ffn.0.0"
 MODULE = MODULES[NAME]
@@ -140,3 +147,36 @@ def test_a_mixtures_backward_pass_that_timed_out_and_is_repeated_is_applied_once
     servers[0].lose_replies = 0
     loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
     assert {version for server in servers for version in server.versions.values()} == {1}
+
+
+class SmallServer:
+    """A stand-in for `ExpertCalls` whose server takes 6 samples at a time, and answers after `delays_s`."""
+
+    def __init__(self, *delays_s: float) -> None:
+        self._delays_s = list(delays_s)
+
+    async def describe(self, *_: object, **settings: object) -> Sequence[object]:
+        return [SimpleNamespace(batch_size_max=6)]
+
+    async def forward_all(
+        self, replica: object, requests: Mapping[int, ForwardRequest], on_replies: Any, **settings: object
+    ) -> None:
+        await asyncio.sleep(self._delays_s.pop(0) if self._delays_s else 0.1)
+        for number, one in requests.items():
+            reply = ForwardReply(outputs=[one.inputs[0]], version=1, request_id=b"one", wait_s=0.0)
+            on_replies({number: reply if len(one.inputs[0]) <= 6 else ExpertRefused("too many samples")})
+
+
+def test_a_refused_batch_is_cut_though_another_call_has_learned_the_limit_meanwhile() -> None:
+    """Regression: the later of two calls took the limit for the size that was refused, and failed."""
+
+    async def scenario() -> None:
+        calls = SplitCalls(cast(ExpertCalls, SmallServer(0.1, 0.5)))
+        found: list[dict[int, ForwardReply | SwarmError]] = [{}, {}]
+        async with asyncio.TaskGroup() as tasks:
+            for own in found:
+                request = ForwardRequest(UID, SCHEMA, [torch.ones(32, 2)])
+                tasks.create_task(calls.forward_all(REPLICAS[0], {0: request}, own.update, timeout_s=10.0))
+        assert [type(own[0]) for own in found] == [ForwardReply, ForwardReply]
+
+    run_virtual(scenario())

@@ -89,9 +89,10 @@ class BackwardPass:
             while not gathering.over(now_s := clock.monotonic_s()):
                 await changed.wait(max(gathering.deadline_s() - now_s, 0.0))
             calling.cancel()
-            for number in set(range(len(branches))) - found.keys() - failed.keys():
-                failed[number] = DeadlineExceeded("it was too late")
-                self._calls.backward_timed_out(branches[number].result)
+        # not before the calls have ended: replies may have come meanwhile
+        for number in set(range(len(branches))) - found.keys() - failed.keys():
+            failed[number] = DeadlineExceeded("it was too late")
+            self._calls.backward_timed_out(branches[number].result)
         below_k_min = len(gathering.rows_below_k_min)
         names = [str(branch.result.uid) for branch in branches]
         if below_k_min or not found:

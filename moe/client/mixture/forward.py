@@ -140,7 +140,8 @@ class ForwardPass:
                 await self._changed.wait(max(min(until_s, self._suspect_at_s()) - now_s, 0.0))
             for task in self._tasks:
                 task.cancel()
-            self._failed |= {number: NotEnoughPeers("it was too late") for number in self._pending}
+        # not before the calls have ended: results may have come meanwhile
+        self._failed |= {number: NotEnoughPeers("it was too late") for number in self._pending}
         return await self._result(initially_occupied, empty)
 
     async def _search(self, scores: Sequence[torch.Tensor], k: int) -> Selection:

@@ -70,7 +70,11 @@ class BackwardCalls:
             and self._clock.monotonic_s() + pause_s < self._deadline_s
         ]
         if again:
-            tasks.create_task(self._try(tasks, again, failures + 1))
+            work = self._try(tasks, again, failures + 1)
+            try:
+                tasks.create_task(work)
+            except RuntimeError:  # the passes have just been cancelled, and nobody waits for them
+                work.close()
             found = {number: one for number, one in found.items() if number not in again}
         for number, one in found.items():
             if isinstance(one, PeerError | NetworkError):

@@ -121,7 +121,8 @@ class SplitCalls:
         batch. `deadline_s` is a time of the loop's clock.
         """
         samples = len(request.inputs[0])
-        size = min(self._size(replica, request), samples)
+        # a batch that was refused was one request, whatever other calls have learned since
+        size = samples if refusal is not None else min(self._size(replica, request), samples)
         for left in range(_LIMITS_LEARNED_MAX, -1, -1):
             if refusal is not None:
                 limit = await self._learn_limit(replica, request.uid, deadline_s - _now_s())
