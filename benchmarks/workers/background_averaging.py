@@ -118,7 +118,8 @@ def main() -> None:
     settings: dict[str, Any] = channel.configuration
     torch.set_num_threads(1)
     if settings["cores"] == 1:  # one for the trainer, another one for its partner
-        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[settings["rank"]]})
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[settings["rank"] % len(cores)]})
     bootstrap = [] if settings["rank"] == 0 else [channel.published("address")]
     with swarm.Node(bootstrap=bootstrap, listen="127.0.0.1:0") as node:
         if settings["rank"] == 0:
