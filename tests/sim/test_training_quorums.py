@@ -115,5 +115,8 @@ def test_a_break_of_peers_that_can_reach_a_quorum_is_detected(monkeypatch: pytes
 
 @pytest.mark.parametrize("seed", [11])
 def test_a_training_under_faults_keeps_both_promises(seed: int) -> None:
-    """Regression test: a restarted peer took an elector that was cut off for dead (seed 11)."""
-    run_training(TrainingScenario(seed=seed, peers=4, hours=0.02))
+    """Regression test: a restarted peer took an elector that was cut off for dead (seed 11). A broken promise
+    raises TrainingFailed.
+    """
+    figures = run_training(TrainingScenario(seed=seed, peers=4, hours=0.02))
+    assert figures.faults["checkpoint"] and figures.faults["freeze"]
