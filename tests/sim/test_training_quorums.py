@@ -119,4 +119,5 @@ def test_a_training_under_faults_keeps_both_promises(seed: int) -> None:
     raises TrainingFailed.
     """
     figures = run_training(TrainingScenario(seed=seed, peers=4, hours=0.02))
-    assert figures.faults["checkpoint"] and figures.faults["freeze"]
+    assert figures.faults["checkpoint"]
+    assert figures.faults["freeze"]
