@@ -8,9 +8,9 @@ Failures are recorded in the node's `ReplicaStats`, so that all layers learn fro
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -46,6 +46,8 @@ from swarm.core.ids import PeerId
 
 if TYPE_CHECKING:
     from swarm.node import Node
+
+_T = TypeVar("_T")
 
 _ATTEMPTS_MAX = 8  # replicas to ask when no other expert can replace this one
 
@@ -128,10 +130,7 @@ class ReplicaCalls:
         """Make one call, as `forward_all` does. Raises its error."""
         found: dict[int, ForwardResult | SwarmError] = {}
         await self.forward_all([call], found.update, deadline_s=deadline_s, codecs=codecs)
-        outcome = found[0]
-        if isinstance(outcome, SwarmError):
-            raise outcome
-        return outcome
+        return _only(found)
 
     async def forward_all(
         self,
@@ -156,10 +155,7 @@ class ReplicaCalls:
         """Run one backward pass, as `backward_all` does. Raises its error."""
         found: dict[int, BackwardReply | SwarmError] = {}
         await self.backward_all([(result, tensors)], found.update, deadline_s=deadline_s, codecs=codecs)
-        outcome = found[0]
-        if isinstance(outcome, SwarmError):
-            raise outcome
-        return outcome
+        return _only(found)
 
     async def backward_all(
         self,
@@ -190,3 +186,11 @@ class ReplicaCalls:
             self.clock.monotonic_s(),
             "it was late with a backward pass",
         )
+
+
+def _only(found: Mapping[int, _T | SwarmError]) -> _T:
+    """Return the outcome of the only call. Raises its error."""
+    (outcome,) = found.values()
+    if isinstance(outcome, SwarmError):
+        raise outcome
+    return outcome
