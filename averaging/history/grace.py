@@ -31,7 +31,8 @@ class Grace:
 
     def is_over(self, now_s: float, epoch_s: float, *, refused: bool) -> bool:
         """Record that there is no quorum, and return whether the peer has waited for long enough. `epoch_s`:
-        how long an epoch takes. `refused`: the hosts of all missing electors refuse connections.
+        how long an epoch takes. `refused`: the grace is the short one: the hosts of all missing electors
+        refuse connections, or this process knows of no other peer.
         """
         if self._seen_s is not None:
             self.waited_s += min(max(now_s - self._seen_s, 0.0), _AWAKE_S_MAX)

@@ -24,9 +24,9 @@ CHUNKS_MAX = 1 << 24
 # MB.
 CHUNK_ELEMENTS_MAX = 1 << 21
 CHUNK_S = 0.02
-HOME_BYTES_PER_S = 25e6  # links up to this speed are slow enough, and often distant, for small chunks to pay
+HOME_BYTES_PER_S = 25e6  # on links up to this speed, often long ones, small chunks save more than they cost
 CHUNK_S_HOME = 0.003
-CHUNKS_ENOUGH = 16  # more in a shard overlap hardly better
+CHUNKS_ENOUGH = 16  # more chunks in a shard hardly improve the overlap
 CHUNK_BYTES_SMALL = 32 << 10  # a header and a message cost as much as some kilobytes
 
 
@@ -127,8 +127,9 @@ def chunk_bytes_for(bandwidths: Sequence[float], size_bytes: int, chunk_bytes: i
 
     The average of a chunk leaves when the whole chunk is there, and the last one when everything else has
     been sent, so smaller chunks overlap more on slow links, and cost more processor time. On the slowest link
-    of the group a chunk takes at most CHUNK_S, and on one of a home about CHUNK_S_HOME, unless a shard would
-    be cut into more than CHUNKS_ENOUGH.
+    of the group a chunk takes at most CHUNK_S. If that link has at most HOME_BYTES_PER_S, it takes about
+    CHUNK_S_HOME, or longer where a shard would have more than CHUNKS_ENOUGH chunks. No chunk is made smaller
+    than CHUNK_BYTES_SMALL for these reasons.
     """
     announced = [bandwidth for bandwidth in bandwidths if bandwidth > 0.0]
     slowest, shard_bytes = min(announced, default=math.inf), size_bytes / max(len(announced), 1)

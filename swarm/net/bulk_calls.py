@@ -264,7 +264,8 @@ class BulkConnections:
         is_new: bool = False,
     ) -> BulkCall | None:
         """Begin a stream that ends at `deadline_s` (None: without a limit); None if it must use gRPC. `ask`
-        calls `BULK` on `control`, the gRPC connection to the peer. `is_new`: not on an unused connection.
+        calls `BULK` on `control`, the gRPC connection to the peer. `is_new`: on a new connection,
+        even if an unused one is kept.
         """
         while not is_new and (unused := self._idle.get(peer_id)) is not None:
             connection, _ = unused.pop()

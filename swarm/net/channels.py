@@ -327,8 +327,8 @@ class Channels:
         if deadline_s is not None:
             left_s = min(left_s, max(deadline_s - asyncio.get_running_loop().time(), 0.001))
         ask = functools.partial(self.call, contact, BULK, BulkRequest(), timeout_s=left_s)
-        # Calls leave the connection that carried tensors to the next stream of tensors: TCP has learned how
-        # fast it is, and making another one takes four round trips.
+        # Shared calls leave a kept connection to the next stream of tensors: its congestion window has grown,
+        # and a new connection takes four round trips.
         is_new = method == CALLS_NAME
         return await self._bulk.begin(contact.peer_id, control, method, ask, deadline_s, is_new=is_new)
 
