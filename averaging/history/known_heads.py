@@ -123,7 +123,8 @@ class KnownHeads:
         that have missed a call come last, so that in time each dead one is asked and its report no longer
         counts. The caller asks the returned peers now: they are not returned again for the same heads within
         `ASK_AGAIN_S`, unless `own_head` has changed. Then the same of heads that only peers report that do
-        not count (`counts`): there may be any number of them, and none of these heads need exist. `now_s`: a monotonic clock's time.
+        not count (`counts`): there may be any number of them, and none of these heads need exist.
+        `now_s`: a monotonic clock's time.
         """
         if own_head != self._asked_with:
             self._asked_with, self._asked_s = own_head, {}
