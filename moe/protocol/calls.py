@@ -207,8 +207,8 @@ class ExpertCalls:
         timeout_s: float,
         codecs: WireCodecs = UNCOMPRESSED,
     ) -> None:
-        """Run forward passes of experts of one server. `on_replies` is called once for each, with its reply
-        or with the error, as they come.
+        """Run forward passes of experts of one server. `on_replies` is called with replies
+        or errors by number, several at a time, as they come; each number occurs once.
         """
 
         def prepare(number: int) -> PreparedRequest:
@@ -242,8 +242,8 @@ class ExpertCalls:
         codecs: WireCodecs = UNCOMPRESSED,
     ) -> None:
         """Run backward passes of experts of one server; each expert's optimizer makes a step. `replica` must
-        be the one that answered the forward passes. `on_replies` is called once for each, with its reply, the
-        gradients of the floating-point inputs, or with the error, as they come.
+        be the one that answered the forward passes. `on_replies` is called as in `forward_all`; a reply has
+        the gradients of the floating-point inputs.
 
         A pass is applied once for one forward reply, however many times this is called with it, so a call
         that got no reply can be repeated.
@@ -307,7 +307,7 @@ class ExpertCalls:
         found: dict[int, ForwardReply | SwarmError] = {}
         requests = {0: ForwardRequest(uid, schema, inputs, keep)}
         await self.forward_all(replica, requests, found.update, timeout_s=_left_s(deadline_s), codecs=codecs)
-        return _raise_error(found[0])
+        return reply_or_raise(found[0])
 
     async def backward(
         self,
@@ -325,7 +325,7 @@ class ExpertCalls:
         found: dict[int, BackwardReply | SwarmError] = {}
         requests = {0: BackwardRequest(uid, schema, forward_reply, tensors)}
         await self.backward_all(replica, requests, found.update, timeout_s=_left_s(deadline_s), codecs=codecs)
-        return _raise_error(found[0])
+        return reply_or_raise(found[0])
 
     def _remember_schema(self, schema: ExpertSchema) -> None:
         self._schemas[schema.digest] = schema
@@ -407,7 +407,8 @@ def _left_s(deadline_s: float) -> float:
     return deadline_s - asyncio.get_running_loop().time()
 
 
-def _raise_error(found: ReplyT | SwarmError) -> ReplyT:
+def reply_or_raise(found: ReplyT | SwarmError) -> ReplyT:
+    """Return a reply, or raise it if it is an error."""
     if isinstance(found, SwarmError):
         raise found
     return found

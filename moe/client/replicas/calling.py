@@ -8,9 +8,9 @@ Failures are recorded in the node's `ReplicaStats`, so that all layers learn fro
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -29,6 +29,7 @@ from moe.protocol.calls import (
     GradientPass,
     OnBackward,
     WireCodecs,
+    reply_or_raise,
 )
 from moe.protocol.declarations import Directory, ExpertReplica
 from moe.protocol.errors import ExpertMissing
@@ -46,8 +47,6 @@ from swarm.core.ids import PeerId
 
 if TYPE_CHECKING:
     from swarm.node import Node
-
-_T = TypeVar("_T")
 
 _ATTEMPTS_MAX = 8  # replicas to ask when no other expert can replace this one
 
@@ -130,7 +129,7 @@ class ReplicaCalls:
         """Make one call, as `forward_all` does. Raises its error."""
         found: dict[int, ForwardResult | SwarmError] = {}
         await self.forward_all([call], found.update, deadline_s=deadline_s, codecs=codecs)
-        return _only(found)
+        return reply_or_raise(found[0])
 
     async def forward_all(
         self,
@@ -141,8 +140,8 @@ class ReplicaCalls:
         codecs: WireCodecs,
     ) -> None:
         """Ask the replicas of each call until one answers; requests to one peer share messages. `on_results`
-        is called once for each call, by its number in `calls`, as they come. `deadline_s` is a time of the
-        node's monotonic clock.
+        is called with results or errors by their number in `calls`, several at a time, as they come; each
+        number occurs once. `deadline_s` is a time of the node's monotonic clock.
 
         The error of a call is NotEnoughPeers when all its replicas are avoided, else that of the last one
         that failed. When this is cancelled, the replicas that were asked count as late.
@@ -155,7 +154,7 @@ class ReplicaCalls:
         """Run one backward pass, as `backward_all` does. Raises its error."""
         found: dict[int, BackwardReply | SwarmError] = {}
         await self.backward_all([(result, tensors)], found.update, deadline_s=deadline_s, codecs=codecs)
-        return _only(found)
+        return reply_or_raise(found[0])
 
     async def backward_all(
         self,
@@ -166,8 +165,8 @@ class ReplicaCalls:
         codecs: WireCodecs,
     ) -> None:
         """Run backward passes, each at the replica that answered forward; those at one peer share messages.
-        Each is repeated while no reply comes, and applied once. `on_replies` is called once for each, by its
-        number in `passes`, with its reply or the replica's last error, as they come.
+        Each is repeated while no reply comes, and applied once. `on_replies` is called with replies, or the
+        replica's last errors, by their number in `passes`, several at a time; each number occurs once.
         """
         if passes:
             await BackwardCalls(self.peers, passes, on_replies, deadline_s, codecs).run()
@@ -186,11 +185,3 @@ class ReplicaCalls:
             self.clock.monotonic_s(),
             "it was late with a backward pass",
         )
-
-
-def _only(found: Mapping[int, _T | SwarmError]) -> _T:
-    """Return the outcome of the only call. Raises its error."""
-    (outcome,) = found.values()
-    if isinstance(outcome, SwarmError):
-        raise outcome
-    return outcome

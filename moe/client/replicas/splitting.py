@@ -30,6 +30,7 @@ from moe.protocol.calls import (
     OnBackward,
     OnForward,
     WireCodecs,
+    reply_or_raise,
 )
 from moe.protocol.declarations import ExpertReplica
 from moe.protocol.errors import ExpertRefused
@@ -136,7 +137,7 @@ class SplitCalls:
                 )
             columns = zip(*(torch.split(tensor, size) for tensor in request.inputs), strict=True)
             # not in one message: the server computes one part while the answer to another travels
-            parts = [_only(call, replace(request, inputs=part), deadline_s) for part in columns]
+            parts = [_call_alone(call, replace(request, inputs=part), deadline_s) for part in columns]
             try:
                 return _joined_forward(await run_together(parts, _PARTS_IN_FLIGHT_MAX), size)
             except ExpertRefused as error:
@@ -206,15 +207,13 @@ async def _pass_on(
     on_replies({number: found})
 
 
-async def _only(
+async def _call_alone(
     call: Callable[..., Awaitable[None]], request: ForwardRequest | BackwardRequest, deadline_s: float
 ) -> Any:
     """Return the reply to a request in a message of its own, or raise its error."""
     found: dict[int, Any] = {}
     await call({0: request}, found.update, timeout_s=deadline_s - _now_s())
-    if isinstance(found[0], SwarmError):
-        raise found[0]
-    return found[0]
+    return reply_or_raise(found[0])
 
 
 async def _backward_in_parts(
@@ -235,7 +234,7 @@ async def _backward_in_parts(
         for number in range(len(parts))
     ]
     work = [
-        _only(call, BackwardRequest(request.uid, request.schema, part, one), deadline_s)
+        _call_alone(call, BackwardRequest(request.uid, request.schema, part, one), deadline_s)
         for part, one in zip(parts, passes, strict=True)
     ]
     replies: list[BackwardReply] = await run_together(work, _PARTS_IN_FLIGHT_MAX)
