@@ -136,9 +136,9 @@ class PassRunner:
         *,
         is_finite: bool = False,
     ) -> None:
-        """Run the requests of one message, by their numbers in it. They are queued in one go, without a task
-        or a future for each. `answer` is awaited with the outcomes, by number, as they come, but not for each
-        by itself. `is_finite` as in `decode`.
+        """Run the requests of one message, by their numbers in it. Small ones are queued in one go, without a
+        task for each. `answer` is awaited with outcomes by number; those that come within GATHER_S of one
+        another share a call. `is_finite` as in `decode`.
         """
         # raised below: early versions of Python 3.11 wrap errors raised within `except*` in a group
         failed: BaseException | None = None
@@ -163,7 +163,7 @@ class PassRunner:
         for number, admitted in requests.items():
             own = payloads[number].clone()  # what a part keeps must not hold the payload of all
             if self._active_joint(admitted) is not None or len(own) > _POOLED_BYTES:
-                tasks.create_task(self._run_into(outcomes, number, admitted, own))
+                tasks.create_task(self._run_into(outcomes, number, admitted, own, is_finite))
                 continue
             try:
                 tensors = _read(admitted, own, is_finite)
@@ -187,10 +187,15 @@ class PassRunner:
                 self.leave(pending, name)
 
     async def _run_into(
-        self, outcomes: _MessageOutcomes, number: int, admitted: AdmittedRequest, payload: Payload
+        self,
+        outcomes: _MessageOutcomes,
+        number: int,
+        admitted: AdmittedRequest,
+        payload: Payload,
+        is_finite: bool,
     ) -> None:
         try:
-            outcomes.put(number, await self.run(admitted, payload))
+            outcomes.put(number, await self.run(admitted, payload, is_finite=is_finite))
         except RequestRefused as refusal:
             outcomes.put(number, refusal)
 
@@ -221,13 +226,13 @@ class PassRunner:
         joint = self._joint.get(admitted.request.uid)
         return joint if joint is not None and joint.is_active else None
 
-    async def run(self, admitted: AdmittedRequest, payload: Payload) -> Outcome:
+    async def run(self, admitted: AdmittedRequest, payload: Payload, *, is_finite: bool = False) -> Outcome:
         """Return the outcome of a request, as `_computed` does. A pass waits for a joint step that is due,
-        and a backward pass is answered once replicas know of it.
+        and a backward pass is answered once replicas know of it. `is_finite` as in `decode`.
         """
         joint = self._active_joint(admitted)
         if joint is None:
-            return await self._computed(admitted, payload)
+            return await self._computed(admitted, payload, is_finite)
         if admitted.is_backward and (applied := self._earlier_outcome(admitted)) is not None:
             return applied
         samples, is_backward = admitted.request.batch, admitted.is_backward
@@ -236,14 +241,14 @@ class PassRunner:
         except TimeoutError:
             raise request_overloaded(admitted.hosted, "it waits for a step with its replicas") from None
         try:
-            outcome = await self._computed(admitted, payload)
+            outcome = await self._computed(admitted, payload, is_finite)
             if is_backward:
                 await joint.tell()
             return outcome
         finally:
             joint.release(samples, is_backward=is_backward)
 
-    async def _computed(self, admitted: AdmittedRequest, payload: Payload) -> Outcome:
+    async def _computed(self, admitted: AdmittedRequest, payload: Payload, is_finite: bool) -> Outcome:
         """Return the outcome of a request, possibly that of an earlier call with the same id. Raises
         RequestRefused when nothing was computed.
         """
@@ -252,10 +257,10 @@ class PassRunner:
             return pending
         if pending is None:
             if len(payload) <= _POOLED_BYTES:
-                tensors = _read(admitted, payload)
+                tensors = _read(admitted, payload, is_finite)
             else:
                 tensors = await asyncio.get_running_loop().run_in_executor(
-                    self._pool, _read, admitted, payload
+                    self._pool, _read, admitted, payload, is_finite
                 )
             pending = self._earlier(admitted)  # a repetition of the request may have been answered meanwhile
             if isinstance(pending, Outcome):

@@ -46,9 +46,9 @@ def messages(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[str]]]:
         found.append((id(runner), [one.request.uid for one in requests.values()]))
         await run_together(runner, requests, payloads, answer, is_finite=is_finite)
 
-    async def note_single(runner: PassRunner, request: Any, payload: Any) -> Any:
+    async def note_single(runner: PassRunner, request: Any, payload: Any, *, is_finite: bool = False) -> Any:
         found.append((id(runner), [request.request.uid]))
-        return await run_single(runner, request, payload)
+        return await run_single(runner, request, payload, is_finite=is_finite)
 
     monkeypatch.setattr(PassRunner, "run_together", note)
     monkeypatch.setattr(PassRunner, "run", note_single)
